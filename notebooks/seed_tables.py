@@ -229,7 +229,7 @@ Markdown(markdown_table(["recipe and inputs", "bar, %", "%", "met"], [[*x, "yes"
 #
 # ThriftAttention computes 5 % of the query-key blocks in 16 bit, the rest in FP4, and says that this recovers 89.1 %
 # of what FP4 loses: of a task's score. Here it is the share of the error (relative L1) that is taken away, of inputs
-# whose weights gather in blocks and of others (`sage_kernels.testing_blocks`); 4,096 tokens, 128 channels, NVFP4.
+# whose weights gather in blocks and of others (`sage_kernels.testing`); 4,096 tokens, 128 channels, NVFP4.
 
 # %%
 FAMILIES = ("iid", "clustered", "heavy_tailed", "clustered_biased", "needle")

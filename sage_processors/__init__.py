@@ -1,9 +1,9 @@
-"""INT8 attention for Hugging Face pipelines, with scales that follow the denoising trajectory.
+"""INT8 attention for Hugging Face models, with scales that follow the denoising steps.
 
     import sage_processors as sp
     handle = pipe.set_attn_processor(sp.SageAttnProcessor())
 
-Importing this needs torch alone; everything else is imported when it is used.
+Importing this package needs torch alone. Everything else is imported on first use.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from .unsupported import UnsupportedAttentionError, UnsupportedLinearError
 from .version import __version__ as __version__
 
 
-# __init__.pyi says the same to type checkers, which see no names that are looked up when they are used
+# name -> its module, imported on first use (PEP 562). Type checkers read the same names in __init__.pyi.
 _HOMES = {
     "BackendReport": "diffusion.reports.backend_report",
     "Calibration": "calibration.search",
     "Handle": "diffusion.handle",
     "Int8KVCache": "language.kv_cache",
     "Int8KVCacheError": "language.kv_cache",
-    "ChangedInputError": "linears.postponed.errors",
+    "ChangedInputError": "postponed.tensor",
     "LinearSwap": "linears.swap",
     "Probe": "diffusion.reports.probe",
     "Report": "diffusion.reports.report",
@@ -89,20 +89,23 @@ __all__ = [
 ]
 
 
-def _front_door(name: str) -> Callable[..., Any]:
-    """A function of this package that is imported when it is called: for files that may not import its room."""
+def _imported_when_called(name: str) -> Callable[..., Any]:
+    """Return a public function of this package that is imported when it is called.
+
+    For files that may not import the folder in which the function lives.
+    """
     return lambda *args: __getattr__(name)(*args)
 
 
-add_pipeline_method(_front_door("apply"))
-read_policies_with(_front_door("read_policy"))
+add_pipeline_method(_imported_when_called("apply"))
+read_policies_with(_imported_when_called("read_policy"))
 
 
 def _meet_transformers() -> None:
-    """Importing the module registers its names."""
+    """Import language/attention.py, which registers our attention names with transformers."""
     try:
         importlib.import_module(f"{__name__}.language.attention")
-    except ImportError as error:  # a transformers of another time must stay importable beside this package
+    except ImportError as error:  # an unknown version of transformers must still be importable beside this package
         logging.getLogger(__name__).warning("INT8 attention is not available in this transformers: %s", error)
 
 

@@ -1,4 +1,4 @@
-"""What type checkers see of the package: __init__.py looks these names up when they are used."""
+"""Public names for type checkers. At run time __init__.py imports them on first use."""
 
 from typing import Any
 
@@ -26,7 +26,6 @@ from .language.attention import attention_report as attention_report
 from .language.attention import register_transformers as register_transformers
 from .language.kv_cache import Int8KVCache as Int8KVCache
 from .language.kv_cache import Int8KVCacheError as Int8KVCacheError
-from .linears.postponed.errors import ChangedInputError as ChangedInputError
 from .linears.quantized_files import load_quantized as load_quantized
 from .linears.quantized_files import save_quantized as save_quantized
 from .linears.swap import LinearSwap as LinearSwap
@@ -37,6 +36,7 @@ from .option_groups import Linears as Linears
 from .option_groups import Scaling as Scaling
 from .option_groups import Skip as Skip
 from .options import SageAttnProcessor as SageAttnProcessor
+from .postponed.tensor import ChangedInputError as ChangedInputError
 from .unsupported import UnsupportedAttentionError as UnsupportedAttentionError
 from .unsupported import UnsupportedLinearError as UnsupportedLinearError
 from .version import __version__ as __version__

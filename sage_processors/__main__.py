@@ -1,4 +1,4 @@
-"""`python -m sage_processors`: the same as the command sage-processors."""
+"""Run `python -m sage_processors`, the same as the command sage-processors."""
 
 from .cli.main import main
 

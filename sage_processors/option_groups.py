@@ -69,7 +69,9 @@ class LayerOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Keep:
-    """Denoising steps whose attention stays in 16 bit (reason "window" in the report). Needs a pipeline's scheduler.
+    """Denoising steps in which attention runs in 16 bit.
+
+    Needs a pipeline's scheduler. The report counts their calls with the reason "window".
 
     Args:
         first_steps: this many steps at the start of a run, >= 0. A step is one step of the scheduler.
@@ -207,7 +209,7 @@ OF_ATTENTION = ("recipe", "scaling", "rotation", "keep_noise", "skip_limit")  # 
 
 
 def group_of(name: str, value: Any, kind: type[Group], first: str = "") -> Group:
-    """Return the option group for what a user wrote: the group itself, a dict of its options, or its first option.
+    """Return an option group for a group, a dict of its options, or a string for one of them.
 
     first: name of the option that a string sets. Raises: TypeError or ValueError that names the option.
     """
@@ -226,7 +228,9 @@ def group_of(name: str, value: Any, kind: type[Group], first: str = "") -> Group
 
 
 def rules_of(value: Any, recipes: Sequence[str], ranges: int) -> tuple[LayerRule, ...]:
-    """Return the rules of `layers=`: a dict {pattern: options}, or a sequence of (pattern, options) or LayerRules.
+    """Return the rules of `layers=`.
+
+    That is a dict {pattern: options}, or a sequence of (pattern, options) or LayerRules.
 
     recipes: names of recipes. ranges: number of noise ranges that a skip_limit may have limits for.
     Raises: TypeError or ValueError that names the pattern.

@@ -1,4 +1,4 @@
-"""The errors of calls that can't run in 8 bit, and what a user can do about each reason."""
+"""Errors of calls that can't run in 8 bit, and the remedy for each reason."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ def replaced(original, stand_in) -> list:
 def plain_without_replay(q, *tensors) -> tuple:
     """What decode's look-ups return where calls still go round the dispatcher, but none is made again."""
     plain = replay.is_plain_call(q, *(x for x in tensors if isinstance(x, torch.Tensor)))
-    return (_PLAIN, None, None, None) if plain else decode._ANEW
+    return (_PLAIN, None, None, None) if plain else decode._NOT_REPLAYED
 
 
 def _patches(off: frozenset) -> list:
@@ -125,22 +125,22 @@ def _patches(off: frozenset) -> list:
 
         patches.append(change(calls, "DirectLaunch", NoDirectLaunch))
     if "replay" in off:
-        patches.append(change(attention, "_make_again", lambda *_, **__: (None, None)))
+        patches.append(change(attention, "_try_replay", lambda *_, **__: (None, None)))
         patches.append(change(decode, "remember", lambda key, call, given, numbers=None: call()))
-        anew = (lambda *_: decode._ANEW) if "way_round" in off else None
+        anew = (lambda *_: decode._NOT_REPLAYED) if "way_round" in off else None
         attend = anew or (lambda q, cache, lengths, sinks, options: plain_without_replay(q, *cache, lengths, sinks))
         append = anew or (lambda tensors, position, ring: plain_without_replay(*tensors))
-        patches += [change(decode, "_attend_again", attend), change(decode, "_append_again", append)]
+        patches += [change(decode, "_replay_attend", attend), change(decode, "_replay_append", append)]
     if "way_round" in off:
         patches.append(change(attention, "is_plain_call", lambda *_: False))
         if "replay" not in off:
             # the op's implementation looks calls up; sage_attention before it does not
-            inner = attention._make_again
+            inner = attention._try_replay
 
             def behind_the_op(*arguments, dispatched=False):
                 return inner(*arguments, dispatched=True) if dispatched else (None, None)
 
-            patches.append(change(attention, "_make_again", behind_the_op))
+            patches.append(change(attention, "_try_replay", behind_the_op))
             patches += replaced(sage_kernels.sage_decode_attention, dispatched_decode)
             patches += replaced(sage_kernels.append_kv, dispatched_append)
     return patches
@@ -151,23 +151,23 @@ class Variant:
 
     def __init__(self, name: str, off: frozenset):
         self.name, self.off = name, off
-        self.made, self.values = {}, []
+        self.replays, self.values = {}, []
 
     @contextmanager
     def on(self):
         with ExitStack() as stack:
-            patches = [mock.patch.object(replay, "made", self.made)]
+            patches = [mock.patch.object(replay, "replays", self.replays)]
             for patch in patches + _patches(self.off):
                 stack.enter_context(patch)
             yield
 
     def steps(self) -> list:
-        return [step for replay in self.made.values() for step in replay.launches]
+        return [step for replay in self.replays.values() for step in replay.launches]
 
     def describe(self) -> str:
         steps = self.steps()
         direct = sum(step.direct is not None for step in steps)
-        return f"{len(self.made)} calls known, {direct} of {len(steps)} launches direct"
+        return f"{len(self.replays)} calls known, {direct} of {len(steps)} launches direct"
 
     def check(self) -> None:
         """Raise unless the layers that it has, and only those, were used: on a GPU only."""

@@ -6,7 +6,7 @@
     python kernels/benchmarks/bench_mixed.py --time --seq 8192
 
 On a CPU, in the reference, which rounds where the kernels do: no time is measured. One head of 128 channels in fp16,
-of each family of sage_kernels.testing_blocks. Case: mixed/{family}/{base}/{selector}/{budget}. Budget 0 is the base
+of each family of sage_kernels.testing. Case: mixed/{family}/{base}/{selector}/{budget}. Budget 0 is the base
 format alone. "thrift" in place of a selector: block_mean with P·V of ordinary blocks in FP4, and K as it is, as
 ThriftAttention has them. With other blocks than of 64 query rows, "/{rows}_rows" is added.
 
@@ -28,8 +28,7 @@ from sage_kernels import DEFAULT_RECIPE, Mixed, mixed_attention, sage_attention
 from sage_kernels.facts.recipe import BASES, BLOCK, FP4_GROUPS, MIXED_RECIPE, SELECTORS
 from sage_kernels.reference import ref_mixed_attention
 from sage_kernels.results import append_row
-from sage_kernels.testing import exact_attention, relative_l1, relative_l2
-from sage_kernels.testing_blocks import BLOCK_FAMILIES, make_blocks
+from sage_kernels.testing import BLOCK_FAMILIES, exact_attention, make_blocks, relative_l1, relative_l2
 
 
 RESULTS = Path(__file__).with_name("results.csv")

@@ -1,8 +1,8 @@
-"""INT8 attention kernels and their reference. Knows torch and (on a GPU) triton, nothing of Hugging Face.
+"""INT8 attention kernels and their reference, for torch alone: nothing here knows Hugging Face.
 
-Ops (attention, decode, plan_step) may import all below: checks, `reference` and, where they run on a GPU, `_triton`;
-planning/ may import ops; recipe, numerics, masking, state, skipping, compat, block_budget and base_formats are the
-ground floor.
+Rooms, each may import those behind it: planning (from statistics to plans), ops (the public functions), checks, then
+`_triton` (kernels, imported when a GPU is there) or `reference` (plain PyTorch), and facts. compat has the private
+names of PyTorch.
 """
 
 from .checks.attention import REASONS, unsupported

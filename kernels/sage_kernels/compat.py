@@ -1,7 +1,7 @@
-"""Names of PyTorch that are private, or that some versions lack, and what is done without each: the public way.
+"""Private names of PyTorch, and names that some versions lack, each with a public fallback.
 
-Nothing here decides what comes out, only how soon: without a name calls go through PyTorch's dispatcher, are compared
-in another way, or are not found again. Those of Triton and of the CUDA driver are in _triton/compat.py.
+Nothing here decides a result, only its speed: without a name calls go through PyTorch's dispatcher, are compared in
+another way, or are not replayed. Names of Triton and of the CUDA driver are in _triton/compat.py.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ NAMES = (
 
 
 def find(name: str):
-    """What stands at "torch.…" in this PyTorch; None where there is no such name."""
+    """Look up "torch.…" in this PyTorch; None if there is no such name."""
     found, path = torch, "torch"
     for part in name.split(".")[1:]:
         path = f"{path}.{part}"
@@ -50,7 +50,7 @@ def find(name: str):
 
 
 def _bits(*keys: str) -> int:
-    """The dispatch keys of these names as one number. Raises AttributeError where PyTorch lacks one."""
+    """Combine dispatch keys to one number. Raises AttributeError if PyTorch lacks one of the names."""
     first, *rest = (getattr(_key, name) for name in keys)
     key_set = _key_set(first)
     for key in rest:
@@ -66,7 +66,7 @@ _mode_stack = find("torch.overrides._get_current_function_mode_stack")
 _device_context = find("torch.utils._device.DeviceContext")
 _TELLS_EXPORTS = find("torch.compiler._is_exporting_flag") is not None
 _map_only = find("torch.utils._pytree.tree_map_only")
-# Dispatch keys of an ordinary tensor, and of one made under inference_mode; what a thread includes by itself
+# Dispatch keys of an ordinary tensor, and of one made under inference_mode; keys that every thread includes
 _ORDINARY: frozenset[int] = frozenset()
 _QUIET = 0
 SEES_DISPATCH = None not in (_keys_of, _included, _key, _key_set, _raw, _function_modes, _is_profiling)
@@ -82,19 +82,22 @@ if SEES_DISPATCH:
             )
         )
         _QUIET = _bits("BackendSelect", "ADInplaceOrView")
-    except (AttributeError, TypeError):  # keys of other names: no call is known to be plain
+    except (AttributeError, TypeError):  # keys have other names: no call is known to be plain
         SEES_DISPATCH = False
 
 
 def is_exporting() -> bool:
-    """Whether torch.export is at work. What PyTorch before 2.13 says of itself is true in all that Dynamo traces."""
+    """Return True inside torch.export.
+
+    PyTorch before 2.13 lacks a flag of its own, and its public function is true in all that Dynamo traces.
+    """
     return bool(torch.compiler._is_exporting_flag) if _TELLS_EXPORTS else torch.compiler.is_exporting()
 
 
 def nobody_looks_on() -> bool:
-    """Whether nothing in this thread changes what a call of an op means, or wants to be told of it.
+    """Return True if nothing in this thread changes the meaning of an op's call, or has to see it.
 
-    A compiler, tracer, profiler, mode or transform of torch.func does; without the names to tell, someone does.
+    Compilers, tracers, profilers, modes and transforms of torch.func do. False without the names to tell.
     """
     return (
         SEES_DISPATCH
@@ -107,48 +110,49 @@ def nobody_looks_on() -> bool:
 
 
 def are_ordinary(tensors) -> bool:
-    """Whether the dispatcher only chooses a device for these tensors of PyTorch's own types (or None).
+    """Return True if the dispatcher does nothing for these tensors (or None) but choose a device.
 
-    It resolves negative and conjugate bits, tensors of zeros without memory, wrappers of torch.func and sparse,
-    quantised and nested layouts, all of which show in a tensor's dispatch keys.
+    For tensors of PyTorch's own types. The dispatcher resolves negative and conjugate bits, tensors of zeros without
+    memory, wrappers of torch.func and sparse, quantised and nested layouts. All of these show in dispatch keys.
     """
     return SEES_DISPATCH and _ORDINARY.issuperset([_keys_of(x).raw_repr() for x in tensors if x is not None])
 
 
 def differentiates_forward() -> bool:
-    """Whether tensors may have tangents here (torch.func.jvp, forward_ad.dual_level)."""
+    """Return True if tensors may have tangents here (torch.func.jvp, forward_ad.dual_level)."""
     level = getattr(forward_ad, "_current_level", None)
     return level is None or level >= 0
 
 
 def is_differentiating_forward() -> bool:
-    """Whether it is known that tensors may have tangents here; False without the name to tell."""
+    """Return True if tensors are known to have tangents here; False without the name to tell."""
     return getattr(forward_ad, "_current_level", -1) >= 0
 
 
 def has_tangent(x: torch.Tensor) -> bool:
-    """Whether forward-mode differentiation is under way for x."""
+    """Return True if forward-mode differentiation is under way for x."""
     return differentiates_forward() and forward_ad.unpack_dual(x).tangent is not None
 
 
-# Gradients of attention from its output and log-sum-exp, by kernels that form no score matrix; None: by formula
+# Gradients of attention from output and log-sum-exp, by kernels without a score matrix; None: use the formula
 flash_backward = find("torch.ops.aten._scaled_dot_product_flash_attention_backward")
 flash_backward_for_cpu = find("torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward")
-# A tensor without storage, of a class of one's own; None: masks are written out
+# Makes a tensor subclass without storage; None: masks are written out
 make_wrapper_subclass = find("torch.Tensor._make_wrapper_subclass")
 
 
 def keep_out_of_dynamo(function) -> None:
-    """Run a function as it is beside compiled code. Without the name it is compiled, which it has to bear."""
+    """Keep Dynamo from compiling a function. Without the name it is compiled, and has to stand it."""
     skip = find("torch._dynamo.eval_frame.skip_code")
     if skip is not None:
         skip(function.__code__)
 
 
 def mark_static_address(x: torch.Tensor, *, guard: bool = True) -> None:
-    """Tell the compiler that x stays where it is: CUDA graphs refuse to mutate other inputs, and are then not made.
+    """Tell the compiler that x keeps its address: CUDA graphs may then mutate it.
 
-    In code that is being compiled nothing: what is put back there was marked before.
+    A graph that mutates any other input is not made. Does nothing in code that is being compiled, where
+    inputs were marked before.
     """
     mark = find("torch._dynamo.mark_static_address")
     if mark is not None and not torch.compiler.is_compiling():
@@ -156,10 +160,10 @@ def mark_static_address(x: torch.Tensor, *, guard: bool = True) -> None:
 
 
 def add_graph_pass(change, version: bytes) -> None:
-    """Have torch.compile's Inductor run change(graph) on graphs as Dynamo writes them, after what is set there.
+    """Let torch.compile's Inductor run change(graph) on Dynamo's graphs, after passes that are set there.
 
     Without the names graphs stay as they are. Adding the same function again does nothing.
-    version: of what it does; compiled code of another one is not used again.
+    version: of the change; compiled code of another version is not used again.
     """
     base: Any = find("torch._inductor.custom_graph_pass.CustomGraphPass")
     config = find("torch._inductor.config")
@@ -170,7 +174,7 @@ def add_graph_pass(change, version: bytes) -> None:
         return
 
     class Passes(base):
-        """One pass after the other."""
+        """Runs several passes in order."""
 
         changes = (*getattr(before, "changes", (before,) if before else ()), change)
 
@@ -182,14 +186,14 @@ def add_graph_pass(change, version: bytes) -> None:
             known = before.uuid() if hasattr(before, "uuid") else repr(before)
             return known, version
 
-        def __reduce__(self):  # part of a cache's key: what it does is all that counts
+        def __reduce__(self):  # part of a cache's key: only the pass's identity counts
             return str, (repr(self.uuid()),)
 
     config.pre_grad_custom_pass = Passes()
 
 
 def function_modes() -> list:
-    """The torch_function modes that are on, but for what torch.set_default_device puts there.
+    """Return the torch_function modes that are on, except torch.set_default_device's own.
 
     Without the name to look them up: [None] where there may be one.
     """
@@ -199,13 +203,13 @@ def function_modes() -> list:
 
 
 def is_traced() -> bool:
-    """True while torch.jit.trace records what is computed."""
+    """Return True while torch.jit.trace records."""
     found: bool = torch.jit.is_tracing()  # type: ignore[attr-defined]
     return found
 
 
 def map_only(kind: type, change, tree):
-    """`tree` of tuples, lists and dicts with `change(x)` for every x of that type."""
+    """Apply `change` to every x of type `kind` in a tree of tuples, lists and dicts."""
     if _map_only is not None:
         return _map_only(kind, change, tree)
     if isinstance(tree, kind):

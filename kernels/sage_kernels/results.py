@@ -1,6 +1,6 @@
-"""Append-only access to results.csv: one row per measured number, one place that knows the columns.
+"""Access to results.csv, one row per measured number, and the origin of numbers and test outcomes.
 
-And what a number or a test's outcome is of: the commit, whether it had been edited, and a hash of the kernels.
+Rows are only appended. The origin is the commit, whether it had been edited, and a hash of the kernels.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 
 try:
     import fcntl
-except ImportError:  # Windows has no such lock: there, one process at a time
+except ImportError:  # Windows has no such lock: there, only one process may append
     fcntl = None  # type: ignore[assignment]
 
 
@@ -29,16 +29,16 @@ COLUMNS = (
     "includes_quantization,metric,unit,median,p20,p80,ratio_vs_cudnn,rel_l2_error"
 ).split(",")
 SUITES = ("attention_fwd", "attention_error", "prologue", "decode", "linear", "end_to_end", "cold_start", "quality")
-# What stands behind the / of a case of attention_fwd beside scalings: how it was called, what became of its softmax
+# Behind the / of a case of attention_fwd, apart from scalings: how it was called, a variant of its softmax,
 CALLS = ("eager", "cuda_graph", "compiled")
 SOFTMAX = ("guarded", "unguarded", "never_fixed", "all_redone")
-# and which of its key tiles were visited or measured
+# and the key tiles that were visited or measured
 TILES = ("skip0", "skip50", "skip75", "measuring", "measuring_all")
 REQUIRED = ("suite", "case", "provider", "metric", "unit", "median")
 
 
 def environment() -> dict[str, str]:
-    """What the row's first columns say of this machine: date, commit, gpu ("cpu" without one), torch, triton."""
+    """Return a row's columns for this machine: date, commit, gpu ("cpu" without one), torch, triton."""
     import torch
 
     try:
@@ -58,11 +58,11 @@ UNKNOWN, DIRTY = "unknown", "+dirty"
 SOURCES = Path(__file__).resolve().parent
 
 
-@functools.cache  # of the sources that this process has loaded, whatever is edited later
+@functools.cache  # the sources that this process has loaded, whatever is edited later
 def commit(folder: Path = SOURCES) -> str:
-    """Short hash of the commit that these sources are of; with "+dirty" if a Python file of the checkout was edited.
+    """Return the short hash of these sources' commit, with "+dirty" if a Python file was edited.
 
-    The environment variable SAGE_COMMIT says it for a copy without a repository (on another machine). Else "unknown".
+    For a copy without a repository (on another machine) the environment variable SAGE_COMMIT gives it; else "unknown".
     """
     if passed := os.environ.get("SAGE_COMMIT", "").strip():
         return passed
@@ -76,7 +76,7 @@ def commit(folder: Path = SOURCES) -> str:
 
 
 def code_of(text: str) -> str:
-    """The lines of a Python file without comments, docstrings and blank lines: what its words can't change."""
+    """Return the code lines of a Python file, without comments, docstrings and blank lines."""
     rows = text.splitlines()
     for node in ast.walk(ast.parse(text)):
         body = getattr(node, "body", None)
@@ -91,7 +91,7 @@ def code_of(text: str) -> str:
 
 
 def kernel_sources(folder: Path = SOURCES) -> str:
-    """sha256, hex, of the code of every Python file below `folder`, without its words, and of its path from there."""
+    """Return the sha256, hex, of all Python files below `folder`: their paths, and their code lines."""
     found = hashlib.sha256()
     for name, path in sorted((path.relative_to(folder).as_posix(), path) for path in folder.rglob("*.py")):
         content = code_of(path.read_text(encoding="utf-8")).encode()
@@ -100,10 +100,10 @@ def kernel_sources(folder: Path = SOURCES) -> str:
 
 
 def outcome_meta(begun_with: str) -> dict:
-    """What an outcome of tests says of its origin: `environment`, and
+    """Return `environment`, and more about the origin of test outcomes.
 
-    kernel_sources: `begun_with`, the hash when the run began; or that they were edited while it ran.
-    dirty: whether the commit had been edited; None where that is not known.
+    kernel_sources: `begun_with`, the hash when the run began; or a note that they were edited while it ran.
+    dirty: True if the commit had been edited; None where that is not known.
     """
     where = environment()
     same = kernel_sources() == begun_with
@@ -129,9 +129,9 @@ def append_row(path: str | Path, **fields) -> None:
     if fields["suite"] not in SUITES:
         raise ValueError(f"suite: got {fields['suite']!r}, expected one of {list(SUITES)}")
     row, path = {**environment(), **fields}, Path(path)
-    with path.open("ab", buffering=0) as file:  # a buffer would be written once more when the file is closed
+    with path.open("ab", buffering=0) as file:  # unbuffered: after an error a buffer would be written again on close
         if fcntl is not None:
-            fcntl.flock(file, fcntl.LOCK_EX)  # until the file is closed: one writes the header, and no rows mix
+            fcntl.flock(file, fcntl.LOCK_EX)  # until close: one writes the header, and rows do not mix
         size = file.seek(0, os.SEEK_END)
         check_columns(path)
         text = io.StringIO()
@@ -150,14 +150,14 @@ def append_row(path: str | Path, **fields) -> None:
 
 
 def check_columns(path: str | Path) -> None:
-    """Raise ValueError for a file that is there, not empty, and has other columns than results.csv."""
+    """Raise ValueError if the file exists, is not empty, and has other columns than results.csv."""
     path = Path(path)
     if path.exists() and path.stat().st_size and read_header(path) != COLUMNS:
         raise ValueError(f"{path}: got columns {read_header(path)}, expected {COLUMNS}")
 
 
 def check_appendable(path: str | Path) -> None:
-    """Raise ValueError unless rows can be appended to `path`: to be called before hours of work that end in them."""
+    """Raise ValueError unless rows can be appended to `path`. Call it before hours of measuring."""
     path = Path(path)
     if not path.parent.is_dir():
         raise ValueError(f"path: got {str(path)!r}, but folder {path.parent} does not exist; make it first")
@@ -169,20 +169,20 @@ def check_appendable(path: str | Path) -> None:
 
 
 def is_crossover_row(row: dict[str, str]) -> bool:
-    """Whether a row is of few heads or short calls: evidence for crossover.py, too many rows for a page."""
+    """Return True for a row of few heads or short calls: evidence for crossover.py, too many for a page."""
     return row["suite"] == "attention_fwd" and "_BH" in row["case"]
 
 
 def is_scaling_row(row: dict[str, str]) -> bool:
-    """Whether a row is of attention as it ships and is called, for one of its scalings."""
+    """Return True for a row of one of attention's scalings, with the usual call and kernels."""
     return row["case"].partition("/")[2] not in (*CALLS, *SOFTMAX, *TILES)
 
 
 def is_without_int8(row: dict[str, str], int8_calls: str | None = None) -> bool:
-    """Whether no attention call of ours ran in INT8 where a whole model was timed: its ratio is not one of ours.
+    """Return True if a model was timed without any INT8 attention call: the ratio is not INT8's.
 
-    int8_calls: median of that metric in the same run. A run that did not record it was without where its output is
-    stock attention's to the last digit.
+    int8_calls: median of that metric in the same run. In a run that did not record it, no call ran in INT8 if the
+    output is stock attention's to the last digit.
     """
     if int8_calls is not None:
         return float(int8_calls) == 0
@@ -190,10 +190,12 @@ def is_without_int8(row: dict[str, str], int8_calls: str | None = None) -> bool:
 
 
 def read_header(path: Path) -> list[str]:
+    """Return the column names of a CSV file."""
     with path.open(newline="") as file:
         return next(csv.reader(file))
 
 
 def read_rows(path: str | Path) -> list[dict[str, str]]:
+    """Return the rows of a CSV file as dicts."""
     with Path(path).open(newline="") as file:
         return list(csv.DictReader(file))

@@ -13,8 +13,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ..files.config_hash import config_hash
-from ..files.strict_json import strict_json, strict_object
+from ..files.strict_json import config_hash, strict_json, strict_object
 from ..files.whole_file import write_whole
 from ..option_groups import Keep, LayerRule, Linears, Scaling, Skip
 from ..options import SageAttnProcessor
@@ -33,7 +32,7 @@ _FIELDS: dict[str, type] = {
     "result": dict,
     "curve": list,
 }
-_GROUPS = {"scaling": Scaling, "linears": Linears, "keep": Keep, "skip": Skip, "layers": LayerRule}
+_GROUPS: dict[str, Any] = {"scaling": Scaling, "linears": Linears, "keep": Keep, "skip": Skip, "layers": LayerRule}
 _MODEL_FIELDS = {"name": str, "model_class": str, "config_hash": str, "layers": list}
 
 
@@ -109,10 +108,10 @@ def read_policy(path: str | Path, target: Any = None) -> tuple[object, dict[str,
 
 def _check_group(name: str, given: Any) -> None:
     """Raise ValueError where an option group of a policy lacks options or has others."""
-    kind = _GROUPS.get(name)
-    entries = given if name == "layers" and isinstance(given, list) else [given]
-    for entry in entries if kind is not None else ():
-        known = {field.name for field in dataclasses.fields(kind)}
+    if name not in _GROUPS:
+        return
+    known = {field.name for field in dataclasses.fields(_GROUPS[name])}
+    for entry in given if name == "layers" and isinstance(given, list) else [given]:
         if isinstance(entry, dict) and set(entry) != known:
             odd = sorted(set(entry) ^ known)[:5]
             raise ValueError(f"path: got options of {name} that differ in {odd}, expected {sorted(known)}; {_REMEDY}")

@@ -15,9 +15,10 @@ from sage_kernels.facts.recipe import MIXED_RECIPE
 from sage_kernels.planning.rules import rule_for
 from sage_kernels.planning.state import ScaleState, Site
 
-from ..inference_mode import AsUnderNoGrad
 from ..linears.leftovers import take_out_leftovers
 from ..linears.swap import LinearSwap
+from ..torch_modes import AsUnderNoGrad
+from .calls.call_reasons import layer_reason
 from .calls.row_maxima_op import keep_rows_of
 from .calls.sage_class import attention_calls_in, is_pag, is_sage, sage_class, swap
 from .graphs.whole_graphs import WholeGraphs
@@ -28,7 +29,6 @@ from .host.patches import Patches
 from .host.root_hook import RootHook
 from .layer_lists import lists_of_layers, place_lists
 from .parked_state import Parked
-from .reports.layer_reasons import reason_against
 from .steps.forwards import Forwards
 from .steps.noise_level import TimestepReader
 from .steps.windows import is_kept
@@ -196,7 +196,7 @@ class Part:
 
     def reasons_against(self) -> dict[str, str]:
         """{layer: why none of its calls can run in INT8}, "" where nothing is known against it."""
-        return {self._label(layer.name): reason_against(layer) for layer in self.layers}
+        return {self._label(layer.name): layer_reason(layer) for layer in self.layers}
 
     def move(self, device: torch.device) -> None:
         """Follow the model to another device. The counts of planned calls start anew."""

@@ -1,4 +1,4 @@
-"""Files read strictly and written whole, and the hash of a model's configuration that they hold.
+"""Read JSON files strictly, write files in one step, and hash a model's configuration.
 
 May import nothing else of this package.
 """

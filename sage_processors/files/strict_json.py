@@ -1,17 +1,23 @@
-"""JSON from outside, read strictly: what is not exactly as expected is a ValueError that names what to do.
+"""Read JSON from outside strictly, write plain data, and hash the configuration of a model.
 
-`plain_data` is the way out. In all others: `what` names the thing for the message, `remedy` says what the user can do.
+Anything unexpected in a file raises ValueError. Arguments of the reading functions: `what` names the thing in the
+message, `remedy` tells the user what to do.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from typing import Any
 
 
+# keys that transformers adds to a config and that are no property of the model
+_NOT_OF_THE_MODEL = ("transformers_version", "dtype", "torch_dtype", "architectures")
+
+
 def strict_json(text: bytes | str, what: str, remedy: str) -> dict:
-    """A JSON object, strictly: no repeated keys, no NaN, no number beyond what a float or an int64 holds."""
+    """Parse a JSON object. Repeated keys, NaN, and numbers beyond a float or an int64 raise ValueError."""
 
     def unique(pairs):
         names = [name for name, _ in pairs]
@@ -42,13 +48,16 @@ def strict_json(text: bytes | str, what: str, remedy: str) -> dict:
     }
     try:
         value = json.loads(str(text, "utf-8") if isinstance(text, bytes) else text, **hooks)
-    except (ValueError, RecursionError) as error:  # includes bytes that are no UTF-8
+    except (ValueError, RecursionError) as error:  # ValueError covers bytes that are not UTF-8
         raise ValueError(f"path: got {error} in {what}, expected JSON; {remedy}") from error
     return strict_object(value, None, what, remedy)
 
 
 def strict_object(value, fields: dict | None, what: str, remedy: str) -> dict:
-    """`value` as a dict with exactly these fields of exactly these types."""
+    """Return `value` if it is a dict with exactly these fields of exactly these types.
+
+    Args: fields: {name: type}; None allows any. Raises: ValueError.
+    """
     if not isinstance(value, dict):
         raise ValueError(f"path: got {type(value).__name__} for {what}, expected an object; {remedy}")
     if fields is None:
@@ -68,7 +77,7 @@ def strict_object(value, fields: dict | None, what: str, remedy: str) -> dict:
 
 
 def plain_data(value: Any) -> Any:
-    """`value` with lists for tuples and None for NaN and infinities, which JSON has no words for."""
+    """Return `value` as data for JSON: lists for tuples, and None for NaN and infinities."""
     if isinstance(value, dict):
         return {str(name): plain_data(each) for name, each in value.items()}
     if isinstance(value, (list, tuple)):
@@ -77,6 +86,19 @@ def plain_data(value: Any) -> Any:
 
 
 def some(names) -> str:
-    """The first five names, quoted and cut, for a message."""
+    """Return the first five names for a message, quoted and cut to 200 characters."""
     names = [repr(str(name)[:200]) for name in names]
     return "[" + ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "") + "]"
+
+
+def config_hash(model) -> str:
+    """Return the sha256, in hex, of a model's class name and public config.
+
+    Files hold it to say for which model they were written, regardless of its weights.
+    """
+    config: Any = getattr(model, "config", None)
+    if hasattr(config, "to_dict"):
+        config = {k: v for k, v in config.to_dict().items() if k not in _NOT_OF_THE_MODEL}
+    public = {k: v for k, v in dict(config).items() if not k.startswith("_")} if config is not None else {}
+    text = json.dumps([model.__class__.__name__, public], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,11 +1,13 @@
-"""Files that are there whole or not at all: every file that this package writes is written by these functions.
+"""Write files in one step, so that readers see either the old content or the new one.
 
-The content goes into a temporary file beside the target, which then takes the target's name. The temporary name can't
-be foretold and the file must be new (O_EXCL), so nothing that was planted under such a name is followed or
-overwritten, and no two writers share one. A reader sees the old content or the new one, also after a power cut.
+All files of this package are written by these functions.
 
-A symbolic link as the target is replaced by the file: what it points to is left as it is, and nothing is ever written
-outside of the folder that was named. The folder itself may be reached through links.
+The content goes into a temporary file beside the target, which is then renamed to the target's name. The temporary
+name is random and the file must be new (O_EXCL). So a file planted under such a name is neither followed nor
+overwritten, and two writers never share one. All of this holds after a power cut, too.
+
+A symbolic link as the target is replaced by the file; the file that it points to is left alone. So nothing is ever
+written outside the given folder. The folder itself may be reached through links.
 """
 
 from __future__ import annotations
@@ -21,10 +23,10 @@ from typing import BinaryIO
 
 @contextmanager
 def whole_file(path: str | os.PathLike) -> Iterator[BinaryIO]:
-    """A new binary file to write to; at the end of the block it replaces `path`. An exception leaves `path` alone.
+    """Open a new binary file that replaces `path` at the end of the block.
 
-    Permissions are those of any new file (the umask's), also where `path` had others. The file and its folder are
-    synced to the disk. Raises: OSError.
+    An exception leaves `path` alone. The file has the permissions of any new file (the umask), even if `path` had
+    others. The file and its folder are synced to the disk. Raises: OSError.
     """
     path = Path(path)
     if _is_special(path):
@@ -49,10 +51,10 @@ def write_whole(path: str | os.PathLike, content: bytes | str) -> None:
 
 
 def check_output(path: str | os.PathLike, name: str = "path") -> None:
-    """Raise unless a file can be written at `path`: to be called before hours of work that end in it.
+    """Raise unless a file can be written at `path`. Call this before long work that ends in the file.
 
-    Tries it with an empty file beside `path`, which is gone afterwards. What fills the disk later is not foreseen.
-    Args: name: what the caller's argument is called.
+    Writes an empty file beside `path` and removes it. A disk that fills up later is not foreseen.
+    Args: name: name of the caller's argument in messages.
     Raises: ValueError.
     """
     path = Path(path)
@@ -72,32 +74,32 @@ def check_output(path: str | os.PathLike, name: str = "path") -> None:
 
 
 def _is_special(path: Path) -> bool:
-    """Whether a folder, a device or a pipe has this name: nothing to be replaced by a file."""
+    """True if the path is a folder, a device or a pipe, which a file must not replace."""
     return path.exists() and not path.is_symlink() and not path.is_file()
 
 
 def _new_beside(path: Path) -> tuple[Path, BinaryIO]:
     unfinished = path.with_name(f".sage-{secrets.token_hex(16)}.part")
-    # not tempfile's 0600: whoever may read any other new file of this user may read this one
+    # not tempfile's mode 0600: the file gets the usual permissions of new files
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
     try:
         return unfinished, os.fdopen(os.open(unfinished, flags, 0o666), "wb")
-    except OSError as error:  # of the name that the caller knows
+    except OSError as error:  # raised again with the name that the caller knows
         raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make the new name survive a power cut, where the system can."""
+    """Sync a folder to the disk, if the system can, so that a new name in it survives a power cut."""
     if os.name == "nt":  # a folder can't be opened there
         return
     try:
         descriptor = os.open(folder, os.O_RDONLY)
-    except PermissionError:  # a folder that may be written to, but not listed
+    except PermissionError:  # the folder may be written to, but not listed
         return
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # file systems that sync no folders
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems can't sync folders
             raise
     finally:
         os.close(descriptor)

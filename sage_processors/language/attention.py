@@ -21,7 +21,7 @@ import sage_kernels
 from sage_kernels.compat import is_exporting
 from sage_kernels.facts import crossover
 
-from ..autocast import autocast
+from ..torch_modes import autocast
 from ..unsupported import UnsupportedAttentionError
 from .call import Call, Sequences, differentiates_only, masking, needs_gradient, stock_attention
 from .choice import watch_choices

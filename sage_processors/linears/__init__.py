@@ -1,4 +1,5 @@
-"""8-bit linear layers: which are swapped, their weights, and activations handed on as codes.
+"""8-bit linear layers: choosing and swapping them, their weights, balances, reports and files.
 
-May import sage_kernels and the files of sage_processors that belong to no room; nothing of diffusion or language.
+May import sage_kernels, sage_processors/postponed/ and the files of sage_processors that belong to no room; nothing of
+diffusion or language.
 """

@@ -1,10 +1,10 @@
-"""The balance of channels: outliers of an activation go into the weights behind it, before either is rounded.
+"""Balances: per-channel factors that move outliers of an activation into the weights.
 
-What an activation will hold is not known when its layers are swapped, their weights are. A channel with outliers has
-small columns in all layers that read it (LayerNorm's gain and training see to that; planted pairs are inverses): so
-columns far below the others are raised to them, and the activation's channel is divided by as much. Nothing else is
-balanced: an ordinary layer has no balance and costs nothing.
-Factors are powers of two, so that neither side is rounded by them; any balance gives the same product.
+When a layer is swapped, its activations are not known, but its weight is. A channel with outliers has small columns in
+all weights that read it: LayerNorm's gain and training lead to that, and so do outliers planted in pairs of inverse
+factors. So the balance scales columns that are far below the others up to them, and scales the activation's channels
+down by the same factors. A layer without such columns has no balance and costs nothing.
+Factors are powers of two, which round neither side. The product is the same with any balance.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from .weights.layers import repeated_blocks
 from .weights.linear_state import AT_REST, DTYPES
 
 
-# A column is far below the others where it has a quarter of their norm or less. In a balanced channel the rounding of
-# the activation counts as in all others, at most 1.5 bits of it for nothing where the channel has no outliers; of at
-# most an eighth of the channels that is less than what a wider row would cost in all of them.
+# A column is far below the others if its norm is at most a quarter of the median. In a balanced channel rounding the
+# activation counts as much as in all others. If the channel has no outliers, that wastes at most 1.5 bits. In at
+# most an eighth of the channels, this costs less than a wider range of numbers would cost in all of them.
 OFF = 2.0  # in powers of two
-MAX_SHARE = 1 / 8
-MOST = 24.0
+MAX_SHARE = 1 / 8  # of the channels
+MOST = 24.0  # largest exponent of a factor, in powers of two
 
 
 class Balance:
-    """What the layers that read one activation have in common.
+    """Balance of one activation, shared by all layers that read it.
 
-    Attributes: vector: fp32 [K], powers of two up to 1; `quantize_activation` multiplies by it, and `quantize_weight`
-        divides by it.
+    Attributes:
+        vector: fp32 [K], powers of two up to 1. `quantize_activation` multiplies by it, `quantize_weight` divides.
     """
 
     def __init__(self, vector: torch.Tensor):
@@ -39,7 +39,7 @@ class Balance:
         mark_static_address(vector, guard=False)
 
     def on(self, device: torch.device) -> torch.Tensor:
-        """The vector where a call is."""
+        """Return the vector on the device of a call, and keep it there."""
         if self.vector.device != device:
             with torch.inference_mode(False), torch.no_grad():
                 self.vector = self.vector.to(device)
@@ -48,14 +48,14 @@ class Balance:
 
 
 def vector_of(state, device: torch.device) -> torch.Tensor | None:
-    """The balance [K] of a swapped layer, or None."""
+    """Return the balance [K] of a swapped layer, or None if it has none."""
     return None if state.balance is None else state.balance.on(device)
 
 
 def column_sizes(weight: torch.Tensor) -> torch.Tensor | None:
-    """log2 of the norm of every column of a weight [N, K] over that of the median one, fp32 on a CPU.
+    """Return log2(norm / median norm) of all columns of a weight [N, K]: fp32 [K], on the CPU.
 
-    None for a weight that is not finite or mostly zero: it says nothing.
+    Returns None for a weight that is not finite or mostly zero, as its norms say nothing.
     """
     norms = weight.detach().float().square().sum(0).sqrt().cpu()
     middle = norms.median()
@@ -65,39 +65,43 @@ def column_sizes(weight: torch.Tensor) -> torch.Tensor | None:
 
 
 def exponents_of(sizes: list[torch.Tensor]) -> torch.Tensor:
-    """Powers of two [K], 0 or less, that the columns of weights of these sizes are divided by."""
+    """Return the exponents [K], 0 or less, of the balance for weights with these `column_sizes`."""
     size = torch.stack(sizes).mean(0)
     far = size <= -OFF
-    if far.sum() > MAX_SHARE * len(size):  # so many are no outliers
+    if far.sum() > MAX_SHARE * len(size):  # too many to be outliers
         far[:] = False
     return torch.where(far, size.round(), torch.zeros_like(size))
 
 
 def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether columns that are far below the others in one weight are so in both, within a factor of two."""
+    """Return True if the same columns are far below the others in both weights, within a factor of two."""
     far = (a <= -OFF) | (b <= -OFF)
     return bool(((a - b)[far].abs() <= 1).all())
 
 
 class Neighbours:
-    """Linear layers of one block with as many input channels: those with the same outliers read one activation.
+    """Linear layers of one block with equal in_features, which decide on their balances together.
 
-    Whether a layer has a balance is decided once, before it is first quantised, and later its factors alone may
-    change: graphs that were captured read the vector, or do not.
+    Layers with the same outliers are taken to read the same activation and share a balance. The decision that a layer
+    has a balance, or has none, is made once, before it is first quantised: captured CUDA graphs depend on it. Later
+    only the factors may change.
 
-    Attributes: units: lists of layers that are known to read one activation.
+    Attributes: units: lists of layers that are known to read one activation, as their weights are one matrix.
     """
 
     def __init__(self, units: list[list[Any]]):
         self.units = units
-        self._is_open = True  # nothing is decided yet
+        self._is_open = True  # no layer was decided on yet
 
     def _members(self, unit: list[Any]) -> list[Any]:
-        """Those that were not given back meanwhile."""
+        """Return the layers of a unit that are still swapped."""
         return [x for x in unit if "_sage_linear" in x.__dict__ and x._sage_linear.neighbours is self]
 
     def decide(self, module: Any) -> None:
-        """Give a layer its balance; all of its neighbours too where all weights are on hand, else it is alone."""
+        """Give a layer its balance, or none.
+
+        If all weights are at hand, its neighbours are decided on at the same time; else this layer alone.
+        """
         state = module._sage_linear
         if state.is_balanced:
             return
@@ -121,10 +125,10 @@ class Neighbours:
         for modules, sizes in found:
             _give(modules, sizes)
 
-    def read_anew(self, module: Any) -> None:
-        """Follow a weight that has changed: the factors of all layers that share its balance, and their codes.
+    def follow_weight(self, module: Any) -> None:
+        """Compute a balance again after a weight has changed, and quantise all layers that share it.
 
-        Between calls only. Where a weight is not on hand all stays as it is, which is right, if not as good.
+        Only between calls. If a weight is not at hand, all stays as it is, which is correct but less accurate.
         """
         balance = module._sage_linear.balance
         if balance is None:
@@ -141,13 +145,16 @@ class Neighbours:
             if torch.equal(vector, balance.vector.cpu()):
                 return
             made = [x._sage_linear.rows_from(_near(w), vector) for x, w in zip(modules, weights, strict=True)]
-            balance.vector.copy_(vector)  # all is there: from here on nothing fails
+            balance.vector.copy_(vector)  # everything is computed: from here on nothing fails
             for x, rows, weight in zip(modules, made, weights, strict=True):
                 x._sage_linear.keep(rows, weight.device)  # type: ignore[union-attr]
 
 
 def find_neighbours(model: torch.nn.Module, modules: list[Any]) -> None:
-    """Have swapped layers that may read the same activation decide on its balance together; for those still open."""
+    """Group swapped layers that may read the same activation, to decide on its balance together.
+
+    Layers that have neighbours, or were decided on already, stay as they are.
+    """
     names = {id(module): name for name, module in model.named_modules()}
     blocks = repeated_blocks(model)
     new: dict[tuple[str, int], list[list[Any]]] = {}
@@ -166,7 +173,7 @@ def find_neighbours(model: torch.nn.Module, modules: list[Any]) -> None:
 
 
 def weight_on_hand(module: Any) -> torch.Tensor | None:
-    """The weight of a swapped layer, in 16 bit or cast to rest; None while it is offloaded, or dropped."""
+    """Return the weight of a swapped layer (16 or 32 bit, or FP8 at rest); None if offloaded or dropped."""
     weight = module._parameters.get("weight")
     if weight is None or module._sage_linear.dropped or weight.is_meta:
         return None
@@ -184,7 +191,10 @@ def _size_of(module: Any) -> torch.Tensor | None:
 
 
 def _join(groups: list[Any], modules: list[Any], sizes: list[Any], *, even_ordinary: bool) -> None:
-    """Add modules to the first group with the same outliers; even_ordinary: to one without outliers too."""
+    """Add modules to the first group with the same outliers, or make a group of them.
+
+    even_ordinary: modules without outliers join a group without outliers too.
+    """
     known = [size for size in sizes if size is not None]
     mean = torch.stack(known).mean(0) if known else None
     for others, other_sizes in groups:
@@ -209,7 +219,7 @@ def _give(modules: list[Any], sizes: list[Any]) -> None:
 
 
 def share_known(modules: list[Any], vectors: list[torch.Tensor | None]) -> None:
-    """Give layers the balances of a file; equal ones are one."""
+    """Give layers the balances from a file. Layers with equal vectors share a balance."""
     known: list[Balance] = []
     for module, vector in zip(modules, vectors, strict=True):
         state = module._sage_linear

@@ -1,9 +1,9 @@
 """Rotary embeddings of a language model's queries and keys in one pass.
 
-The attention modules of transformers call a function of their file, `apply_rotary_pos_emb`: some ten operations, each
-a pass over Q or K. Where it is the usual one, they get a class whose forward is their own code with another function
-by that name. Compiled code has the model's own, which the compiler makes one pass of. So have modules in whose class
-or file somebody put another function.
+The attention modules of transformers call `apply_rotary_pos_emb` of their file: about ten operations, each a pass over
+Q or K. If that function is the usual one, the modules get another class. Its forward is their own code, in which this
+name is a function that does all of it in one pass. Compiled code calls the model's own function, as the compiler fuses
+it. So do modules whose class or file was patched later.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ from sage_kernels import qk_norm_rope
 from sage_kernels.checks import DTYPES, MAX_HEAD_DIM
 from sage_kernels.compat import are_ordinary, function_modes, is_traced
 
-from ..autocast import is_autocast
 from ..patching.other_globals import innermost, with_global
-from ..patching.owner import Owner
-from ..patching.patched import Watch
+from ..patching.patched import Owner, Watch
 from ..postponed.tensor import is_dual
+from ..torch_modes import is_autocast
 from .modules import put_class
 
 
@@ -33,7 +32,7 @@ FUNCTION = "apply_rotary_pos_emb"
 
 
 def _tried(function: Callable[..., Any], given: list[torch.Tensor]) -> tuple[Any, ...]:
-    """What the function makes of these; nothing where it is no function of them."""
+    """Return the function's results as a tuple, or () if it does not take these arguments."""
     try:
         with torch.no_grad():
             turned = function(*given)
@@ -44,8 +43,11 @@ def _tried(function: Callable[..., Any], given: list[torch.Tensor]) -> tuple[Any
 
 @functools.cache
 def turns_halves(function: Callable[..., Any]) -> bool:
-    """Whether function(q, k, cos, sin) turns channels i and i + D / 2 of q and k [B, H, S, D], by cos and sin
-    [B, S, D]. It is tried: hundreds of files have one of this name, and some are others."""
+    """Return True if function(q, k, cos, sin) is the usual rotary embedding, found by calling it.
+
+    The usual one rotates channels i and i + D / 2 of q and k [B, H, S, D] by cos and sin [B, S, D]. Hundreds of files
+    have a function of this name, and some of them do something else.
+    """
     generator = torch.Generator("cpu").manual_seed(0)
     shapes = ((2, 2, 3, 8), (2, 1, 3, 8), (2, 3, 8), (2, 3, 8))
     given = [torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32) for shape in shapes]
@@ -59,8 +61,10 @@ def turns_halves(function: Callable[..., Any]) -> bool:
 
 @functools.cache
 def keeps_dtype(function: Callable[..., Any]) -> bool:
-    """Whether what it returns is of q's dtype, whatever that of the angles is. Where it is not, it is what PyTorch
-    promotes both to."""
+    """Return True if the function returns q's dtype for angles of another dtype.
+
+    Else it returns the dtype that PyTorch promotes both to.
+    """
     q, cos = (torch.zeros(shape, device="cpu", dtype=torch.bfloat16) for shape in ((1, 1, 1, 8), (1, 1, 8)))
     turned = _tried(function, [q, q, cos.float(), cos.float()])
     return bool(turned) and all(x.dtype == q.dtype for x in turned)
@@ -72,7 +76,7 @@ def _is_ordinary(x: Any) -> bool:
 
 
 def _can_turn(function: Callable[..., Any], q: Any, k: Any, cos: Any, sin: Any) -> bool:
-    """Whether this call of `function`, which `turns_halves`, is one pass: nobody looks on or differentiates."""
+    """Return True if this call can run in one pass: nothing traces it, and nobody needs a gradient."""
     given = (q, k, cos, sin)
     if function_modes() or not all(map(_is_ordinary, given)):
         return False
@@ -96,14 +100,14 @@ def _can_turn(function: Callable[..., Any], q: Any, k: Any, cos: Any, sin: Any) 
 
 
 def _as_one_sample(x: torch.Tensor) -> torch.Tensor:
-    """[B, S, H, D] as [1, B · S, H, D]."""
+    """View [B, S, H, D] as [1, B · S, H, D]."""
     return x.flatten(0, 1).unsqueeze(0)
 
 
 def _turned(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, ...]:
     batch, _, tokens, _ = q.shape
     heads = [q.transpose(1, 2), k.transpose(1, 2)]
-    by_sample = cos.shape[0] > 1  # one table for all tokens of all samples, then
+    by_sample = cos.shape[0] > 1  # then all samples are seen as one, with one table of angles
     if by_sample:
         heads = [_as_one_sample(x) for x in heads]
         cos, sin = cos.flatten(0, 1), sin.flatten(0, 1)
@@ -114,7 +118,10 @@ def _turned(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tens
 
 
 def in_one_pass(function: Callable[..., Any]) -> Callable[..., Any]:
-    """What stands in for `function`, which `turns_halves`: rounds once, where that rounds after each operation."""
+    """Return a function that does the same as `function` in one pass.
+
+    It rounds once, while `function` rounds after each operation. Calls that it can't do go to `function`.
+    """
 
     def apply_rotary_pos_emb(q: Any, k: Any, cos: Any, sin: Any, *args: Any, **kwargs: Any) -> Any:
         if not (args or kwargs) and _can_turn(function, q, k, cos, sin):
@@ -125,7 +132,7 @@ def in_one_pass(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Rotating:
-    """What every class of an attention module with such a function adds to its base."""
+    """Mixin of the classes of attention modules that rotate queries and keys in one pass."""
 
     _sage_base: type
 
@@ -134,21 +141,24 @@ class _Rotating:
 
 
 def _read_by(function: Any) -> dict[str, Any]:
-    """{name: value} of the globals that a function reads; None for those of Python's own."""
+    """Return {name: value} of the globals that a function reads; the value is None for Python's builtins."""
     read = (x.argval for x in dis.get_instructions(function.__code__) if x.opname == "LOAD_GLOBAL")
     return {name: function.__globals__.get(name) for name in read}
 
 
 def _is_of_the_library(function: types.FunctionType, scope: dict[str, Any]) -> bool:
-    """Whether a function, with those that it calls by name, is of the file with these globals or of transformers: what
-    somebody put in its place may do more than turn heads, such as keep or count them."""
+    """Return True if a function and those it calls are from transformers or from the module's file.
+
+    scope: globals of that file. A function that somebody put there instead may do more than rotate, such as keep or
+    count its arguments.
+    """
     called = [x for x in _read_by(function).values() if isinstance(x, types.FunctionType)]
     homes = [each.__globals__ for each in (function, *called)]
     return all(own is scope or str(own.get("__name__")).partition(".")[0] == "transformers" for own in homes)
 
 
 def rotating_class(base: Any) -> type | None:
-    """The subclass of an attention module's class, or None: it calls no such function, or another one."""
+    """Return the subclass that rotates in one pass; None if the class does not call the usual function."""
     code_of = innermost(base.forward)
     code, scope = getattr(code_of, "__code__", None), getattr(code_of, "__globals__", {})
     function = scope.get(FUNCTION) if code is not None and FUNCTION in code.co_names else None
@@ -167,8 +177,8 @@ def _class_with(base: Any, known: Any, function: Any) -> type | None:
 
     @functools.wraps(known)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # the copy has globals of its own: what somebody puts into the class or its file later would be ignored
-        # checkpoints run a forward without gradients, then with them: both have to round alike
+        # `own` has a copy of the globals, so it would ignore later patches of the class or its file.
+        # Gradient checkpointing runs a forward without gradients, then with them: both have to round alike.
         stock = self.training or torch.compiler.is_compiling() or watch.changed()
         return (base.forward if stock else own)(self, *args, **kwargs)
 
@@ -177,12 +187,12 @@ def _class_with(base: Any, known: Any, function: Any) -> type | None:
 
 
 def _rebuild(base: Any) -> Any:
-    """For copy and pickle."""
+    """Make an empty module of that class, for copy and pickle."""
     return object.__new__(rotating_class(base) or base)
 
 
 def is_rotating(module: Any) -> bool:
-    """True for an attention module that turns its heads in one pass."""
+    """Return True for an attention module that rotates queries and keys in one pass."""
     return isinstance(module, _Rotating)
 
 
@@ -193,16 +203,16 @@ def give_back_rotation(module: Any) -> None:
 
 
 class HeadRotations:
-    """The attention modules of one model that turn their heads in one pass: the same objects, with another class."""
+    """The attention modules of one model that rotate in one pass: the same objects, with another class."""
 
     def __init__(self) -> None:
         self._swapped: dict[int, nn.Module] = {}
         self._owner = Owner()
 
     def put(self, model: nn.Module, in_8_bit: bool) -> None:
-        """Give every attention module of the model the class for it, if there is one.
+        """Give every attention module of the model the class that rotates in one pass, if there is one.
 
-        in_8_bit: whether any layer of the model is. Where none is, all of it is as it was.
+        in_8_bit: a layer of the model runs in 8 bit. If none does, the modules get their own classes back.
         """
         for module in model.modules():
             own: Any = type(module)

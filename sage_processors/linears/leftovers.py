@@ -1,4 +1,4 @@
-"""Takes out of a model what nobody else will: what came with a copy of a swapped model, or of a part of one.
+"""Undoes the swap in copies of a swapped model, or of a part of one, which no LinearSwap owns.
 
 `copy.deepcopy` copies a swapped model with all that makes it run in 8 bit, and peft copies single layers and norms
 (LN tuning, `modules_to_save`).
@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from ..patching.owner import is_left
+from ..patching.patched import is_left
 from ..postponed.block import is_enclosed
 from .head_rotation import give_back_rotation, is_rotating
 from .modules import is_swapped, put_class
@@ -23,9 +23,9 @@ _HOOKS = {
 
 
 def take_out_leftovers(model: nn.Module, *, attention: bool) -> None:
-    """Give layers, norms, blocks and attention modules that nobody owns their own classes back; remove such hooks.
+    """Give all modules without an owner their own classes back, and remove hooks without an owner.
 
-    Layers whose 16-bit weights were dropped stay as they are. attention: also what belongs to INT8 attention.
+    Layers without their 16-bit weights stay as they are. attention: also undo INT8 attention's norms and hooks.
     """
     for module in list(model.modules()):
         own = module.__dict__
@@ -53,13 +53,13 @@ def _remove_hooks(module: nn.Module, attention: bool) -> None:
 
 
 def give_back_block(block: Any) -> None:
-    """Give a block its own class back: results no longer wait in it."""
+    """Give a block its own class back: nothing is postponed in it any more."""
     put_class(block, type(block)._sage_base)
     del block._sage_enclosure
 
 
 def give_back_norm(norm: Any) -> None:
-    """Give a norm its own class back: its results no longer wait."""
+    """Give a norm its own class back: its results are no longer postponed."""
     if is_swapped(norm):
         put_class(norm, type(norm)._sage_base)
     del norm._sage_norm

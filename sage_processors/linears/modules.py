@@ -1,4 +1,4 @@
-"""The classes that swapped modules get: the same objects, with another forward."""
+"""Classes of swapped linear layers and norms: the same objects, with another forward."""
 
 from __future__ import annotations
 
@@ -20,10 +20,8 @@ from .postponed.activations import quantized
 from .postponed.columns import PostponedColumns
 from .postponed.linear import PostponedLinear, product
 from .postponed.norm import PostponedNorm
-from .replaced import FORWARD, LINEAR, call_replaced, is_replaced
-from .weights.captured import is_captured
 from .weights.linear_state import AT_REST, CALLED, DTYPES, EVENTS, SHORT, LinearState, is_timed
-from .weights.storage import CODES, SCALE, in_place
+from .weights.storage import CODES, SCALE, in_place, is_captured
 
 
 if TYPE_CHECKING:
@@ -32,12 +30,39 @@ else:
     _Beside = object
 
 _DEVICES = ("cpu", "cuda")
-_READY = (PostponedNorm, PostponedColumns)  # which are quantised as they are
+_READY = (PostponedNorm, PostponedColumns)  # postponed results that quantise themselves
 _CALLED = EVENTS.index(CALLED)
 
 
+def _torchs(forward: Any) -> bool:
+    return getattr(forward, "__globals__", None) is vars(torch.nn.modules.linear)
+
+
+def _linear() -> Any:
+    return F.linear if isinstance(F.linear, types.BuiltinFunctionType) else None
+
+
+# None if it was replaced before this import: then `is_replaced` decides at each call, also once that is undone
+FORWARD = nn.Linear.forward if _torchs(nn.Linear.forward) else None
+LINEAR = _linear()
+
+
+def is_replaced(base: Any) -> bool:
+    """Return True if a linear layer of this class no longer runs torch's own functions."""
+    return not _torchs(base.forward) or _linear() is None
+
+
+def call_replaced(base: Any, module: nn.Module, weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Call the replaced forward of a layer on a copy of it with another weight."""
+    twin = object.__new__(base)
+    parameters = module._parameters | {"weight": nn.Parameter(weight, requires_grad=False)}
+    twin.__dict__.update(module.__dict__, _parameters=parameters)
+    made: torch.Tensor = base.forward(twin, x)
+    return made
+
+
 def _reason_against(module, state: LinearState, x, weight) -> str | None:
-    """Why this call can't run in 8 bit, or None. Looks at no numbers."""
+    """Return the reason why this call can't run in 8 bit, or None. Reads no numbers."""
     if module.training:
         return "training"
     if x.dtype not in DTYPES:
@@ -62,7 +87,7 @@ def _reason_against(module, state: LinearState, x, weight) -> str | None:
 
 
 def _has_parameters(module) -> bool:
-    """Whether weight and bias are parameters: pruning, weight norms and parametrizations make others of them."""
+    """Return True if weight and bias are parameters. Pruning and parametrizations change that."""
     parameters = module._parameters
     return parameters.get("weight") is not None and "bias" in parameters
 
@@ -72,13 +97,13 @@ def _output_dtype(x) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
-def _exact(module, base, x):
-    """The layer in 16 bit: its own forward, or, without its weight, with what the codes stand for."""
+def _in_16_bit(module, base, x):
+    """Run a layer in 16 bit: its own forward, or with the dequantised weight if its own was dropped."""
     state = module._sage_linear
     if not state.dropped:
         parameters = module._parameters
         if base.forward is FORWARD and _has_parameters(module):
-            # without `weight` below, which takes the caller for one who may write
+            # not by the property `weight` below, which takes its caller for somebody who may write to the weight
             return F.linear(x, parameters["weight"], parameters["bias"])
         return base.forward(module, x)
     with state.shared.lock:
@@ -96,46 +121,46 @@ def _exact(module, base, x):
 
 
 def _in_8_bit(module, base, x):
-    """Forward of a swapped linear layer, eager: x [..., K] -> [..., N], both ordinary or postponed.
+    """Run a swapped linear layer in eager code: x [..., K] -> [..., N], both ordinary or postponed.
 
-    A weight-only one takes and gives ordinary tensors: what comes before it and after it is of a few rows.
+    A weight-only layer reads and returns ordinary tensors: its input and output have only a few rows.
     """
     state = module._sage_linear
     shared = state.shared
     shared.was_called = True
-    waits = type(x) in _READY and not x._is_out
-    if not waits:
+    is_postponed = type(x) in _READY and not x._is_out
+    if not is_postponed:
         if isinstance(x, Postponed):
             x = x.tensor()
         if not isinstance(x, torch.Tensor) or type(x) not in (torch.Tensor, nn.Parameter):
             shared.had_work = True
-            state.stay_exact("subclass")
-            return _exact(module, base, x)
+            state.count_in_16_bit("subclass")
+            return _in_16_bit(module, base, x)
     if state.is_resting:
         shared.had_work = True
-        return _exact(module, base, ordinary_in(x))
+        return _in_16_bit(module, base, ordinary_in(x))
     if x.numel() < state.short_below and is_timed(x.device):
         if not (is_captured(x.device) and state.is_ready(module, x.device)):
-            if waits:
+            if is_postponed:
                 x = x.tensor_for_16_bit() if type(x) is PostponedNorm else x.tensor()
             state.events.add(SHORT)
-            return _exact(module, base, x)
+            return _in_16_bit(module, base, x)
     shared.had_work = True
     weight = module._parameters.get("weight")
     reason = _reason_against(module, state, x, weight) if _has_parameters(module) else "other"
     if reason is None:
         with shared.lock:
             if state.prepare(module):
-                return _multiplied(module, state, x, waits)
+                return _multiplied(module, state, x, is_postponed)
             reason = "weight" if state.failed else "other"
     if reason in ("training", "gradient"):
         state.may_be_trained(module)
-    state.stay_exact(reason)
-    return _exact(module, base, ordinary_in(x))
+    state.count_in_16_bit(reason)
+    return _in_16_bit(module, base, ordinary_in(x))
 
 
-def _multiplied(module, state: LinearState, x, waits: bool):
-    """The call in 8 bit, by a weight that is ready. Under the lock: the weight stays where and as it is meanwhile."""
+def _multiplied(module, state: LinearState, x, is_postponed: bool):
+    """Run a call in 8 bit with a weight that is ready. Under the lock: no thread changes it meanwhile."""
     dtype, region = _output_dtype(x), current()
     storage = state.storage
     if storage.device != x.device:
@@ -145,15 +170,15 @@ def _multiplied(module, state: LinearState, x, waits: bool):
     if state.is_weight_only:
         return weight_only_linear(ordinary_in(x).to(dtype), storage.rows_of(state.index, state.index), state.bias)
     balance = vector_of(state, x.device)
-    rows = x.rows(state.format, balance) if waits else quantized(x, state.format, balance, region)
+    rows = x.rows(state.format, balance) if is_postponed else quantized(x, state.format, balance, region)
     if state.probe is not None and state.probe.shared.on:
         state.probe.compare(module, x, rows)
-    version = 0 if waits else version_of(x)
+    version = 0 if is_postponed else version_of(x)
     if state.run is not None and region is not None and version is not None:
         y = state.run.output(state.index, x, version, rows, dtype, region)
         if y is not None:
             return y
-    # what is joined is an ordinary tensor in some calls: in all of them, then, as what follows rounds otherwise
+    # joined projections are ordinary tensors in some calls, so they are never postponed: rounding stays the same
     if storage.is_joined or not CAN_WAIT or not is_caller_known(3):
         return product(module, rows, state.bias, dtype=dtype)
     shape = torch.Size((*x.shape[:-1], module.out_features))
@@ -161,11 +186,11 @@ def _multiplied(module, state: LinearState, x, waits: bool):
 
 
 def _compiled(module, base, x):
-    """The same inside of torch.compile: registered ops, and everything else left to the compiler."""
+    """Run a swapped linear layer in compiled code, by registered ops. The compiler does all the rest."""
     state = module._sage_linear
     if x.numel() < state.short_below and is_timed(x.device):
         state.is_short_compiled = True
-        return _exact(module, base, x)
+        return _in_16_bit(module, base, x)
     storage = state.storage
     weight = module._parameters.get("weight")
     reason = _reason_against(module, state, x, weight) if _has_parameters(module) else "other"
@@ -179,8 +204,8 @@ def _compiled(module, base, x):
     if reason is None and balance is not None and balance.device != x.device:
         reason = "weight"
     if reason is not None:
-        state.stay_exact(reason)
-        return _exact(module, base, x)
+        state.count_in_16_bit(reason)
+        return _in_16_bit(module, base, x)
     ops = torch.ops.sage_kernels
     dtype = _output_dtype(x)
     codes, scale = storage.rows_of(state.index, state.index)
@@ -199,21 +224,21 @@ def _compiled(module, base, x):
 
 
 class _SwappedLinear(_Beside):
-    """What every swapped linear class adds to its base. All attributes start with _sage_."""
+    """Mixin of the classes of swapped linear layers. All its attributes start with _sage_."""
 
     _sage_base: type
     _sage_linear: LinearState
 
     @property
     def weight(self):
-        """The 16-bit weight. Whoever gets it may write to it."""
+        """The 16-bit weight. Whoever reads this property may write to the weight."""
         if not torch.compiler.is_compiling():
             self._sage_linear.touched = True
         return _attribute(self, "weight")
 
     @weight.setter
     def weight(self, value):
-        self.__dict__["weight"] = value  # a tensor that is no parameter: nn.Module asks here for nothing else
+        self.__dict__["weight"] = value  # never a parameter: nn.Module registers these itself
 
     @weight.deleter
     def weight(self):
@@ -221,6 +246,7 @@ class _SwappedLinear(_Beside):
 
     @property
     def bias(self):
+        """The 16-bit bias. Whoever reads this property may write to the bias."""
         if not torch.compiler.is_compiling():
             self._sage_linear.bias_touched = True
         return _attribute(self, "bias")
@@ -234,10 +260,10 @@ class _SwappedLinear(_Beside):
         self.__dict__.pop("bias")
 
     def _apply(self, fn, recurse=True):
-        """Move, but never cast, what is in 8 bit: `to(dtype)` is meant for the 16-bit weight.
+        """Apply `fn` to all tensors, but only move those in 8 bit and never cast them.
 
-        Under the lock, and nothing is taken away meanwhile: casting by layer does it in each call, and another
-        thread's call may be running.
+        `to(dtype)` is meant for the 16-bit weight. Under the lock, without removing the buffers in between: layerwise
+        casting does this in each call, and another thread's call may be running.
         """
         state = self.__dict__["_sage_linear"]
         if torch.__future__.get_swap_module_params_on_conversion():
@@ -280,22 +306,22 @@ def _attribute(module, name):
 
 
 def placeholder(shape, dtype, device) -> nn.Parameter:
-    """Stands where a dropped weight was: its shape, dtype and device, and NaN in one element of memory."""
+    """Return a parameter in place of a dropped weight: one NaN in memory, expanded to its shape."""
     one = torch.full((1, 1), torch.nan, dtype=dtype, device=device)
     return nn.Parameter(one.expand(shape), requires_grad=False)
 
 
 @functools.cache
 def linear_class(base: Any) -> type:
-    """The 8-bit subclass of nn.Linear or of a subclass of it with the same forward."""
+    """Return the 8-bit subclass of nn.Linear, or of a subclass of nn.Linear with the same forward."""
 
     def forward(self, input):
         state = getattr(self, "_sage_linear", None)
-        if state is None:  # removed, and called by somebody's wrapper, which holds this function
+        if state is None:  # removed, but a wrapper of the user's still holds this function
             return base.forward(self, input)
         if (base.forward is not FORWARD or F.linear is not LINEAR) and is_replaced(base):
-            state.stay_exact("patched")
-            return _exact(self, base, ordinary_in(input))
+            state.count_in_16_bit("patched")
+            return _in_16_bit(self, base, ordinary_in(input))
         if torch.compiler.is_compiling():
             return _compiled(self, base, input)
         if state.shared.all_short and type(input) is torch.Tensor and input.numel() < state.short_below:
@@ -309,7 +335,7 @@ def linear_class(base: Any) -> type:
 
 
 class _SwappedNorm(_Beside):
-    """What every postponing norm class adds to its base."""
+    """Mixin of the classes of norms that postpone results."""
 
     _sage_base: type
 
@@ -319,7 +345,7 @@ class _SwappedNorm(_Beside):
 
 @functools.cache
 def norm_class(base: Any) -> type:
-    """The subclass of a norm class whose result may be computed by the linear layers behind it."""
+    """Return the subclass of a norm class that may postpone its result."""
 
     def forward(self, *args, **kwargs):
         if torch.compiler.is_compiling() or kwargs or len(args) != 1 or not hasattr(self, "_sage_norm"):
@@ -333,17 +359,20 @@ def norm_class(base: Any) -> type:
 
 
 def _rebuild(kind: str, base: type):
-    """For copy and pickle."""
+    """Make an empty module of that class, for copy and pickle."""
     return object.__new__((linear_class if kind == "linear" else norm_class)(base))
 
 
 def is_swapped(module) -> bool:
+    """Return True for a linear layer or norm with a class of this file."""
     return isinstance(module, (_SwappedLinear, _SwappedNorm))
 
 
 def put_class(module, cls: Any) -> None:
-    """Give a module another class, also where hooks of accelerate or diffusers hold its forward. A class that somebody
-    derived from it (a parametrization does, for one module) stays, with another base."""
+    """Give a module another class. Hooks of accelerate and diffusers that hold its forward follow.
+
+    A class that was derived from ours for one module, as by a parametrization, stays and gets another base.
+    """
     now: Any = type(module)
     old, new = now.forward, cls.forward
     if is_swapped(module) and "_sage_base" not in now.__dict__:

@@ -1,4 +1,4 @@
-"""One matmul for linear layers of the same input: to_q, to_k and to_v of an attention module."""
+"""One matmul for projections of the same input, such as to_q, to_k and to_v of an attention module."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..postponed.region import Region
 from .weights.storage import Storage
 
 
-# Children of an attention module that are mostly called with the same tensor, in the order of the calls.
+# Names of an attention module's children that are mostly called with the same tensor, in the order of the calls.
 TOGETHER = (
     ("to_q", "to_k", "to_v"),
     ("add_q_proj", "add_k_proj", "add_v_proj"),
@@ -23,45 +23,45 @@ TOGETHER = (
     ("to_query", "to_key", "to_value"),
     ("wq", "wk", "wv"),
 )
-_OTHERS = ("add_q_proj", "to_q_t")  # of joint attention: the queries of its other origin, mostly text
+_OTHERS = ("add_q_proj", "to_q_t")  # in joint attention: queries of the second stream, mostly text
 
 
 def last_joined(owner, modules) -> int:
-    """Index of the last projection that is computed together with the first one.
+    """Return the index of the last projection that is computed together with the first one.
 
-    Joint attention puts values of two origins side by side. Columns of a joined result are rows that lie apart, which
-    PyTorch copies at a fraction of the memory's speed; queries and keys are read in place by what norms them.
+    In joint attention the values are not: it concatenates the values of two streams, and PyTorch copies a slice of
+    columns of a joined result at a fraction of the memory's speed. Queries and keys are read in place by their norms.
     """
     apart = any(owner._modules.get(name) is not None for name in _OTHERS)
     return len(modules) - 1 - apart
 
 
 def base_of(module: Any) -> Any:
-    """The layer that an adapter wraps."""
+    """Return the layer that an adapter wraps, or the module itself if it is no adapter."""
     return getattr(module, "base_layer", module)
 
 
 class Run:
-    """Neighbouring layers of one matrix, all computed when the first one is called.
+    """Adjacent layers of one matrix that are all computed when the first one is called.
 
-    The others' results wait for their calls in the region of the block that runs, and no longer. Where the neighbours
-    turn out to have other inputs, the run is broken up: nothing is computed for nothing twice.
+    The region of the block keeps the results of the others until they are called. If a layer turns out to have another
+    input, the run is split there, so that no result is computed in vain a second time.
     """
 
     def __init__(self, storage, first: int, last: int):
         self.storage, self.first, self.last = storage, first, last
 
     def output(self, index: int, x: torch.Tensor, version: int, rows: QuantizedRows, dtype, region: Region):
-        """[..., N] of the module at `index`; None: it is to be computed alone.
+        """Return the result [..., N] of the module at `index`, or None if it has to be computed alone.
 
-        x: the input as the model has it, ordinary or postponed, whose codes and scales are `rows`.
+        x: the layer's input, ordinary or postponed. version: its count of writes. rows: its codes and scales.
         """
         waiting = region.joined.get(id(self))
         if index == self.first:
             if waiting is None:
                 return self._all(x, version, rows, dtype, region)
             if waiting.results:
-                self._break_up(min(waiting.results))  # nobody asked for them
+                self._break_up(min(waiting.results))  # these were not called with the last input
                 return None
             return self._all(x, version, rows, dtype, region)
         if waiting is None or waiting.run is not self:
@@ -80,10 +80,10 @@ class Run:
         modules = storage.modules[first : last + 1]
         states = [module._sage_linear for module in modules]
         for place, state in enumerate(states):
-            if state.balance is not states[0].balance:  # they read other activations
+            if state.balance is not states[0].balance:  # it reads another activation
                 self._break_up(first + place)
                 return None
-        # those that are offloaded now are as they were, or their own call notices
+        # a weight that is offloaded at the moment counts as unchanged; else the layer's own call notices it
         if not all([state.prepare(module) for state, module in zip(states[1:], modules[1:], strict=True)]):
             return None
         together = quantized_linear(rows, storage.rows_of(first, last), storage.bias(first, last), dtype=dtype)
@@ -94,7 +94,7 @@ class Run:
         return own
 
     def _break_up(self, at: int) -> None:
-        """The modules before `at` and those from there on have different inputs."""
+        """Split the run in two in front of `at`, as the layers there have different inputs."""
         for first, last in ((self.first, at - 1), (at, self.last)):
             run = Run(self.storage, first, last) if last > first else None
             for module in self.storage.modules[first : last + 1]:
@@ -102,9 +102,12 @@ class Run:
 
 
 class _Waiting(NamedTuple):
-    """Results of a run whose modules were not called yet: {index: (version of the weight, bias, result)}."""
+    """Results of a run for modules that were not called yet.
 
-    run: Run  # held: its id is nobody else's
+    results: {index of the module: (version of its weight, bias, result)}.
+    """
+
+    run: Run  # held, so that its id stays its own
     x: torch.Tensor  # likewise
     version: int
     dtype: torch.dtype
@@ -112,7 +115,7 @@ class _Waiting(NamedTuple):
 
 
 def join_neighbours(model: nn.Module, states: dict[int, Any]) -> None:
-    """Lay the weights of layers of the same input out as one matrix, where their module names them as attention does.
+    """Store the weights of projections with the same input as one matrix, as found by their names.
 
     states: {id of a swapped layer: (the layer, its LinearState)}.
     """
@@ -122,7 +125,7 @@ def join_neighbours(model: nn.Module, states: dict[int, Any]) -> None:
             modules = [base_of(owner._modules.get(name)) for name in names]
             own: list[Any] = [known.get(id(module)) for module in modules]
             if None in own:
-                modules, own = modules[1:], own[1:]  # keys and values of a layer whose queries are not swapped
+                modules, own = modules[1:], own[1:]  # keys and values, if the queries are not swapped
             if None in own or any(len(state.storage.modules) > 1 for _, state in own):
                 continue
             if len({(m.in_features, state.format) for m, state in own}) > 1:

@@ -1,11 +1,11 @@
-"""Files of models whose linear layers are in 8 bit: written from a swapped model, read without the 16-bit weights.
+"""Files of models with 8-bit linear layers: saving a swapped model, loading it without 16-bit weights.
 
-A safetensors file holds every parameter and buffer of the model, those too that no checkpoint holds: of a model on the
-meta device nobody else knows them. Of a swapped layer it has "<name>.codes" and "<name>.scale" in place of
-"<name>.weight", and "<name>.balance" where its input has one. One metadata entry, JSON, says which model, layers and
-formats these are.
-Reading trusts nothing: the header is bounded before it is parsed, every name, dtype and shape is compared with the
-model, the size of the file with their sum, and the model is written to when all of it has been read.
+A safetensors file has every parameter and buffer of the model. Non-persistent buffers are included, since a model on
+the meta device has no numbers for them. A swapped layer has "<name>.codes" and "<name>.scale" in place of
+"<name>.weight", and "<name>.balance" if its input has a balance. One metadata entry, in JSON, says which model, layers
+and formats these are.
+Reading trusts nothing. The header's size is checked before it is parsed, every name, dtype and shape is compared with
+the model, and the size of the file with their sum. The model is changed only after all of the file has been read.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from torch import nn
 
 from sage_kernels import QuantizedRows
 
-from ..files.config_hash import config_hash
-from ..files.strict_json import some, strict_json, strict_object
+from ..files.strict_json import config_hash, some, strict_json, strict_object
 from ..files.whole_file import whole_file
 from ..option_checks import one_of
 from ..options import ON_UNSUPPORTED
@@ -34,7 +33,7 @@ from .weights.layers import WEIGHT_ONLY, linear_layers
 from .weights.storage import CODES, SCALE
 
 
-FORMAT_VERSION = 2  # 2: balances of channels
+FORMAT_VERSION = 2  # version 1 had no balances
 MAX_HEADER_BYTES = 64 * 2**20
 _METADATA_KEY = "sage_processors_linears"
 _FILE_FIELDS = {
@@ -114,7 +113,7 @@ def load_quantized(
     device: torch.device | str = "cpu",
     on_unsupported: str = "fallback",
 ) -> LinearSwap:
-    """Fill a model from a file of `save_quantized`. 16-bit weights of its 8-bit layers are never there.
+    """Load a file of `save_quantized` into a model. 16-bit weights of 8-bit layers are never in memory.
 
     Args:
         model: of the same class and config, without adapters. On the meta device it takes no memory before:
@@ -192,7 +191,7 @@ def _describe(model: nn.Module) -> dict[str, Any]:
 
 
 def _own_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and buffers by name; a tied one under its first name alone."""
+    """Return all parameters and buffers by name, but not our own. Tied ones have their first name only."""
     found, seen = {}, set()
     for prefix, module in model.named_modules():
         own = {**module._parameters}
@@ -205,7 +204,7 @@ def _own_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _write(file: Any, tensors: dict[str, Any], metadata: dict[str, Any]) -> None:
-    """A safetensors file, tensor by tensor: the model is not in memory twice."""
+    """Write a safetensors file tensor by tensor, so that the model is not in memory twice."""
     header: dict[str, dict[str, Any]] = {"__metadata__": {_METADATA_KEY: json.dumps(metadata, sort_keys=True)}}
     offset = 0
     for name in sorted(tensors):
@@ -222,7 +221,7 @@ def _write(file: Any, tensors: dict[str, Any], metadata: dict[str, Any]) -> None
         file.write(tensors[name].cpu().reshape(-1).view(torch.uint8).numpy().data if tensors[name].numel() else b"")
 
 
-# --- reading: from the outside in ---
+# --- reading: first the header, then the tensors ---
 
 
 def _read_header(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -245,8 +244,8 @@ def _read_header(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _check_metadata(metadata: dict[str, Any], model: nn.Module) -> tuple[dict[str, str], list[str]]:
-    """{name of a layer: format}, and names of those with a balance."""
-    version = metadata.get("format_version")  # before the keys: they are another version's
+    """Check the metadata. Return {name of an 8-bit layer: format} and the names of layers with a balance."""
+    version = metadata.get("format_version")  # checked before the keys, as other versions have other keys
     if type(version) is int and version not in (1, FORMAT_VERSION):
         raise ValueError(
             f"path: got format_version {version}, expected {FORMAT_VERSION}; {_SAVE_AGAIN} of this version"
@@ -277,7 +276,7 @@ def _check_metadata(metadata: dict[str, Any], model: nn.Module) -> tuple[dict[st
 def _expected(
     model: nn.Module, layers: dict[str, str], balanced: list[str]
 ) -> dict[str, tuple[torch.dtype | None, tuple[int, ...]]]:
-    """{name: (dtype, shape)} of what the file has to hold; dtype None: whatever floating type it was saved in."""
+    """Return {name: (dtype, shape)} of all tensors in the file; dtype None allows any floating type."""
     modules = dict(model.named_modules())
     found: dict[str, tuple[Any, ...]] = {}
     for name, tensor in _own_tensors(model).items():
@@ -326,9 +325,9 @@ def _read_tensors(
     try:
         with safe_open(path, "pt") as file:
             tensors = {name: file.get_tensor(name).to(device) for name in expected}
-    except SafetensorError as error:  # offsets that overlap or leave gaps
+    except SafetensorError as error:  # such as offsets that overlap or leave gaps
         raise ValueError(f"path: got a file that safetensors refuses ({error}); {_SAVE_AGAIN}") from error
-    for name, tensor in tensors.items():  # it was opened anew
+    for name, tensor in tensors.items():  # the file was opened again and may be another one
         if _NAMES.get(tensor.dtype) != entries[name]["dtype"] or tuple(tensor.shape) != expected[name][1]:
             raise ValueError(f"path: got another tensor {name} than its header says; {_SAVE_AGAIN}")
     return tensors
@@ -350,7 +349,7 @@ def _check_values(ready: dict[str, tuple[QuantizedRows, torch.Tensor | None]]) -
 
 
 def _fill(model: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
-    """Put the parameters and buffers in place, tied ones everywhere."""
+    """Put parameters and buffers into the model, tied ones in all of their places."""
     first = {id(tensor): name for name, tensor in _own_tensors(model).items()}
     made: dict[str, Any] = {}
     for module in model.modules():

@@ -1,47 +1,46 @@
-"""What linear layers really ran: one row per layer."""
+"""Report of the calls of linear layers: one row per layer."""
 
 from __future__ import annotations
 
 from torch import nn
 
 from ..reporting.layer_report import Column, LayerReport, counts, exact_column, grouped_table, share, span, summed
-from .compiled.compiled_parts import modules_in_compiled_parts
+from .modules import is_replaced
 from .probe import relative_error
-from .replaced import is_replaced
-from .weights.layers import layers_of_others
+from .weights.layers import layers_of_others, modules_in_compiled_parts
 from .weights.linear_state import CALLED, EVENTS, REMEDIES
 
 
-TAKEN_IN = "Compiled with the code around the model: weights that change then are noticed by refresh() alone."
+TAKEN_IN = "The model was compiled as a part of code around it: call refresh() after its weights have changed."
 
 
 ANOTHERS = "another's"
 
 
 class LinearReport(LayerReport):
-    """Result of `LinearSwap.report()`, and `linears` of a handle's report.
+    """Report of the linear layers of one model: what really ran. Also `linears` of a handle's report.
 
     Attributes:
         rows: one dict per linear layer, with the keys
             layer: its name.
-            status: "active"; else why it stays in 16 bit: "kept" (by the options), "small", "protected",
-                "outside of the blocks"; or "another's": a swap of a part of the model, or of what it is a part of,
-                has the layer.
-            format: "int8", "fp8", or "int8_weights": the weight is in 8 bit, the activation as it is; None unless
-                active.
-            calls: calls in 8 bit. compiled_calls: forwards of the model in which torch.compile ran the layer, as far
-                as they are known: those in which no layer was called eagerly, or, of a layer in a part of the model
-                that is compiled, those in which it was not.
-            fallbacks: {reason: calls in 16 bit}.
-            rel_l2: relative L2 error against the 16-bit layer, over what a probe that is on has compared; else None.
-            bytes_saved: of the weight that was read, over all calls.
-            note: what else to know.
-        notes: about the model as a whole.
+            status: "active" for 8 bit. For 16 bit the reason: "kept" (by the options), "small", "protected",
+                "outside of the blocks". "another's" if the layer belongs to the swap of another model, which is a
+                part of this one or has this one as a part.
+            format: "int8", "fp8", or "int8_weights" (8-bit weight, 16-bit activation); None unless active.
+            calls: number of calls in 8 bit.
+            compiled_calls: number of forwards of the model in which torch.compile ran the layer, as far as known:
+                forwards in which no layer was called eagerly. For a layer in a compiled part of the model, forwards
+                in which this layer was not called eagerly.
+            fallbacks: {reason: number of calls in 16 bit}.
+            rel_l2: relative L2 error against the 16-bit layer, if a probe has compared it; else None.
+            bytes_saved: bytes of weights that were not read, over all calls.
+            note: remarks on the layer.
+        notes: remarks on the model as a whole.
     """
 
     @property
     def verdict(self) -> str:
-        """What ran, in one line: "100 % of linear calls in 8 bit (80 of 80); in 16 bit: 5 layers protected"."""
+        """One line, such as "100 % of linear calls in 8 bit (80 of 80); in 16 bit: 5 layers protected"."""
         calls = self.calls + sum(row["compiled_calls"] for row in self.rows)
         said = share("linear calls", "8 bit", calls, self.fallbacks)
         idle = [row["status"] for row in self.rows if row["format"] is None]
@@ -51,7 +50,7 @@ class LinearReport(LayerReport):
         return "; ".join([said] + [f"counted elsewhere: {lent}"] * bool(lent))
 
     def table(self):
-        """The rows in 8 bit as a rich.table.Table: a line for all layers of equal calls, formats and reasons."""
+        """Return the rows in 8 bit as a rich.table.Table. Layers with equal calls and formats share a line."""
         rows = [row for row in self.rows if row["format"] is not None]
         columns = [
             Column("calls\neach", lambda rows: str(rows[0]["calls"]), summed("calls")),
@@ -76,7 +75,7 @@ def _worst(rows: list[dict]) -> str:
 
 
 def notes_of(swap) -> list[str]:
-    """Of layers that have no row, since others quantised them, and of a model that nobody watches."""
+    """Return remarks on a model: layers without a row, blocks without postponed results, missing hooks."""
     found = layers_of_others(swap.model)
     kinds = ", ".join(dict.fromkeys(found))
     notes = [f"{len(found)} linear layers are of another kind and left to it: {kinds}."] if found else []
@@ -84,12 +83,12 @@ def notes_of(swap) -> list[str]:
     obstacles = dict.fromkeys(filter(None, found))
     if obstacles:
         count = sum(map(bool, found))
-        notes.append(f"In {count} of {len(found)} blocks no result waits for its consumer: {', '.join(obstacles)}.")
+        notes.append(f"In {count} of {len(found)} blocks no result is postponed: {', '.join(obstacles)}.")
     return notes + [TAKEN_IN] * any(state.shared.is_taken_in for state in swap.states())
 
 
 def rows_of(swap) -> list[dict]:
-    """One row for every linear layer of a LinearSwap. Syncs."""
+    """Return one row for every linear layer of a LinearSwap. Syncs."""
     swap.count_known_forwards()
     rows = []
     forwards, compiled_parts = swap.forwards_without_eager_calls(), modules_in_compiled_parts(swap.model)
@@ -106,7 +105,7 @@ def rows_of(swap) -> list[dict]:
             row["fallbacks"] = {name: n for name, n in events.items() if n and name != CALLED}
             traced = sum(known.events.traced.tolist())
             compiled = max(0, forwards - traced)
-            if id(choice.module) in compiled_parts:  # others were called from Python in the same forwards
+            if id(choice.module) in compiled_parts:  # other layers were called from Python in the same forwards
                 compiled = max(compiled, known.shared.forwards - sum(known.events.eager) - traced)
             if known.is_short_compiled:
                 row["fallbacks"]["short"] = row["fallbacks"].get("short", 0) + compiled

@@ -1,8 +1,8 @@
-"""Forwards in which all linear layers have too little work for 8 bit: once they are known, nobody is asked again.
+"""Recognises forwards of a model in which all linear layers have too little work for 8 bit to pay.
 
-What is asked at each call (is it short, is it captured, is the weight fresh) adds up in models of many small layers
-that wait for the host, such as SDXL. A forward is known by what the model is called with; its calls are counted all at
-once.
+The checks of each call (is it short, is it captured, is the weight unchanged) add up in models with many small layers
+that are limited by the host, such as SDXL. Such a forward is recognised by the shapes of the model's arguments. Then
+its layers skip these checks, and its calls are counted all at once.
 """
 
 from __future__ import annotations
@@ -15,8 +15,11 @@ from .weights.linear_state import SHORT, LinearState, Shared
 
 
 def shapes_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """What decides how much work a forward has: shapes, types and devices of all tensors that a model is called with,
-    however deep in tuples, lists and dicts they are, and the types of everything else."""
+    """Return a key of a model's arguments: two forwards with equal keys have equal work.
+
+    It has shapes, dtypes and devices of all tensors, also in nested tuples, lists and dicts, and the types of all
+    other values.
+    """
     found: list[Any] = []
     left: list[Any] = [args, kwargs]
     while left:
@@ -35,22 +38,22 @@ def shapes_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
 
 
 class ShortForwards:
-    """Which forwards of a model have no work for 8 bit. One kind of them is known at a time."""
+    """Knows one kind of forwards of a model in which every call of a linear layer is short."""
 
     def __init__(self, shared: Shared):
         self._shared = shared
-        self._known: Any = None  # shapes of such a forward
-        self._busy: Any = None  # of one that has work
-        self._latest: Any = None  # of the forward before this one
-        self._before: list[int] | None = None  # while one is watched: short calls of each layer before it
-        self._calls: list[int] = []  # of a known forward, by layer
-        self._times = 0  # known forwards that are not counted yet
+        self._known: Any = None  # key of the forwards that are all short
+        self._busy: Any = None  # key of a forward with work for 8 bit
+        self._latest: Any = None  # key of the previous forward
+        self._before: list[int] | None = None  # while a forward is watched: short calls of each layer before it
+        self._calls: list[int] = []  # short calls of each layer in a known forward
+        self._times = 0  # number of known forwards that were not counted yet
 
     def begins(self, shapes: tuple[Any, ...], states: list[LinearState]) -> bool:
-        """A forward begins. Whether it is a known one: all of its calls are short.
+        """Note that a forward begins. Return True if it is a known one, with short calls only.
 
-        The second of two forwards alike is watched, so what changes from one to the next costs nothing. Not where a
-        part of the model is compiled: its calls are not made by Python.
+        The second of two equal forwards in a row is watched, so forwards that keep changing cost nothing. None is
+        watched if a part of the model is compiled, as its layers are not called from Python.
         """
         if self._before is not None:
             self._take_in(states)
@@ -64,9 +67,9 @@ class ShortForwards:
         return False
 
     def _take_in(self, states: list[LinearState]) -> None:
-        """The forward that was watched is over."""
+        """Learn from the watched forward, which is over."""
         before, self._before = self._before, None
-        if before is None:  # another thread's forward took it in
+        if before is None:  # a forward of another thread did it
             return
         if self._shared.had_work or not self._shared.was_called:
             self._busy = self._latest
@@ -76,14 +79,14 @@ class ShortForwards:
         self._calls = [now - then for now, then in zip(_short_calls(states), before, strict=True)]
 
     def count(self, states: list[LinearState]) -> None:
-        """Add the calls of known forwards to the layers' events."""
+        """Add the calls of known forwards to the layers' counters."""
         times, self._times = self._times, 0
         if times:
             for state, calls in zip(states, self._calls, strict=True):
                 state.events.add_eager(SHORT, times * calls)
 
     def decide(self, states: list[LinearState], least_work: int) -> None:
-        """Calls of fewer multiply-adds than this are short from now on."""
+        """From now on, take calls with fewer multiply-adds than `least_work` for short."""
         if least_work != self._shared.least_work:
             self.forget(states)
             self._shared.least_work = least_work
@@ -91,7 +94,7 @@ class ShortForwards:
                 state.find_short()
 
     def forget(self, states: list[LinearState]) -> None:
-        """Whatever is known of forwards may be wrong from now on: other layers, or other weights."""
+        """Forget all forwards, after layers or weights have changed."""
         self.count(states)
         self._known = self._busy = self._latest = self._before = None
 

@@ -8,13 +8,13 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from ..inference_mode import AsUnderNoGrad
 from ..option_groups import LinearFormat
 from ..patching.on_import import when_imported
-from ..patching.owner import Owner, is_left
+from ..patching.patched import Owner, is_left
 from ..postponed.block import block_class, enclose, is_enclosed
+from ..torch_modes import AsUnderNoGrad
 from .balance import find_neighbours, share_known
-from .compiled.graph_pass import fuse_in_compiled_code
+from .compiled.graph_fusion import fuse_in_compiled_code
 from .head_rotation import HeadRotations
 from .leftovers import give_back_block, give_back_layer, give_back_norm, take_out_leftovers
 from .modules import is_swapped, linear_class, norm_class, placeholder, put_class
@@ -24,11 +24,10 @@ from .report import LinearReport, notes_of, rows_of
 from .short_forwards import ShortForwards, shapes_of
 from .swap_checks import checked_options
 from .swap_hooks import EndHook, PrepareHook
-from .weights.captured import is_captured
+from .weights.fingerprints import are_changed
 from .weights.layers import Choice, choose, repeated_blocks
 from .weights.linear_state import LEAST_WORK, LinearState, Shared, is_timed
-from .weights.samples import are_changed
-from .weights.storage import Storage
+from .weights.storage import Storage, is_captured
 
 
 DROPPED = (
@@ -38,14 +37,15 @@ DROPPED = (
 
 
 class LinearSwap:
-    """Linear layers of one model in 8 bit. What `quantize_linears` returns; use it as a context manager to undo it.
+    """The linear layers of one model in 8 bit, as returned by `quantize_linears`.
 
-    The modules stay the objects that they are, with another class: names, parameters, hooks, state_dict and
-    save_pretrained are as before. A copy of the model stays in 8 bit.
+    As a context manager it puts the 16-bit layers back at the end. Modules stay the same objects with another class:
+    names, parameters, hooks, state_dict and save_pretrained are as before. A copy of the model stays in 8 bit.
 
-    drop_weights: `drop` comes next, and makes the weights one by one, so that 16-bit ones are freed in between.
-    ready: {name of a layer: (QuantizedRows, its weight; its balance [K] or None)}, where 8-bit weights are there
-    already and take the place of 16-bit ones, which need not be there.
+    Args:
+        drop_weights: the caller calls `drop` next. It makes the weights one by one and frees 16-bit ones in between.
+        ready: {name of a layer: (8-bit weight, balance [K] or None)}, if 8-bit weights are there already. The 16-bit
+            weights need not be there and are dropped.
     """
 
     def __init__(
@@ -69,18 +69,18 @@ class LinearSwap:
         self._states: dict[int, tuple[Any, LinearState]] = {}
         self._norms, self._blocks, self._rotations = dict[int, Any](), dict[int, Any](), HeadRotations()
         self.choices: list[Choice] = []
-        self.unseen_forwards = 0  # of the model, in which no layer ran eagerly
-        self._trains = False  # gradients were wanted in the latest forward
+        self.unseen_forwards = 0  # forwards of the model in which no layer ran eagerly
+        self._trains = False  # gradients were enabled in the latest forward
         self._active, self._hooks = True, []
-        self._lenders: list[LinearSwap] = []  # swaps whose layers it has taken
-        found = self._of_others()
+        self._lenders: list[LinearSwap] = []  # other swaps that gave layers to this one
+        found = self._swapped_already()
         take_out_leftovers(model, attention=False)
         try:
-            self._take_over(found)
+            self._take_from_others(found)
             self.refresh(ready)
             hook = PrepareHook(self._shared, self)
             self._hooks.append(model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True))
-            if not is_swapped(model):  # a layer alone is a part of what calls it
+            if not is_swapped(model):  # a layer that was swapped alone is a part of what calls it
                 self._hooks.append(model.register_forward_hook(EndHook(self._shared), prepend=True, always_call=True))
                 self._hooks += AsUnderNoGrad().install(model)
             when_imported("torch._inductor.config", fuse_in_compiled_code, ready="pre_grad_custom_pass")
@@ -93,18 +93,18 @@ class LinearSwap:
 
     @property
     def names(self) -> list[str]:
-        """Names of all linear layers, swapped or not, as patterns are matched with them."""
+        """Names of all linear layers, swapped or not. Patterns of options are matched with them."""
         return [choice.name for choice in self.choices]
 
     def refresh(self, ready: dict[str, Any] | None = None) -> None:
-        """Swap what came since, and look at the numbers of all weights: LoRA, fused projections, new blocks.
+        """Swap new layers (LoRA, fused projections, new blocks) and compare the numbers of all weights.
 
-        A weight that was written to through `.data` of a tensor from model.parameters() is noticed here alone.
+        Only this notices a weight that was written to through `.data` of a tensor from model.parameters().
         Raises: RuntimeError after `remove`.
         """
         if not self._active:
             raise RuntimeError("swap: got one that was removed, expected a live one; call quantize_linears again")
-        self._take_up()
+        self._swap_chosen()
         if ready is not None:
             share_known([m for m, _ in self._states.values()], [ready[s.label][1] for _, s in self._states.values()])
         for module, state in self._states.values():
@@ -113,11 +113,11 @@ class LinearSwap:
                 state.storage.write(state.index, rows)
                 self._drop(module, rows.codes.device)
             state.touched = state.bias_touched = True
-            if not (self._drops_next or self._waits(module)):
+            if not (self._drops_next or self._is_quantised_later(module)):
                 self._prepare_one(module, state)
 
-    def _of_others(self) -> list[Any]:
-        """The chosen layers that are swapped already. Raises: RuntimeError for one without its 16-bit weight."""
+    def _swapped_already(self) -> list[Any]:
+        """Return chosen layers that are swapped already. Raises: RuntimeError for a dropped 16-bit weight."""
         chosen = choose(self.model, label=self._label, drop_weights=self.drop_weights, **self._options)
         modules: list[Any] = [choice.module for choice in chosen if choice.format != "none"]
         found = [module for module in modules if "_sage_linear" in module.__dict__]
@@ -126,8 +126,8 @@ class LinearSwap:
                 raise RuntimeError(DROPPED.format(state.label))
         return found
 
-    def _take_over(self, modules: list[Any]) -> None:
-        """Take those layers of `_of_others` that a live swap has."""
+    def _take_from_others(self, modules: list[Any]) -> None:
+        """Take swapped layers from the swaps that have them."""
         for module in modules:
             state = module.__dict__.get("_sage_linear")
             if state is not None:
@@ -135,13 +135,12 @@ class LinearSwap:
                     self._lenders.append(state.shared.owner.swap)
                 self._leave(module)
         for swap in self._lenders:
-            swap._take_up(())
+            swap._swap_chosen(())
 
-    def _take_up(self, given_back: Collection[int] | None = None) -> None:
-        """Give the layers that are chosen now the class they have in 8 bit, and give it back to those that are not.
+    def _swap_chosen(self, given_back: Collection[int] | None = None) -> None:
+        """Swap all layers that the options choose now, and put the others back.
 
-        A layer stays with another live swap that has it.
-        given_back: ids of the only modules that may come in; None: all.
+        A layer of another live swap stays there. given_back: ids of the only modules that may be swapped; None: all.
         """
         self._short.forget(self.states())
         self.choices = choose(self.model, label=self._label, drop_weights=self.drop_weights, **self._options)
@@ -158,7 +157,7 @@ class LinearSwap:
             state = choice.module.__dict__.get("_sage_linear")
             if state is not None and not is_left(state.shared.owner):
                 continue
-            if state is not None:  # of a copy of another layer: start anew
+            if state is not None:  # it came with a copy of another layer: start again
                 self._leave(choice.module)
             self._enter(choice)
         self._shared.replays.counters = [state.events for state in self.states()]
@@ -199,7 +198,7 @@ class LinearSwap:
             self._norms[id(module)] = module
 
     def _enclose_blocks(self) -> None:
-        """Let results wait for their consumers inside of each repeated block."""
+        """Let layers inside of each repeated block postpone their results."""
         for prefix in repeated_blocks(self.model):
             block: Any = self.model.get_submodule(prefix.removesuffix("."))
             if is_enclosed(block) or is_swapped(block) or not any(id(m) in self._states for m in block.modules()):
@@ -212,12 +211,14 @@ class LinearSwap:
 
     @property
     def blocks(self) -> list[Any]:
-        """Blocks of the model in which results may wait."""
+        """Blocks of the model in which results may be postponed."""
         return list(self._blocks.values())
 
-    def _waits(self, module: Any) -> bool:
-        """Whether the weight is better quantised where the model will run than where it is: on a CPU that has a GPU
-        beside it, it takes minutes."""
+    def _is_quantised_later(self, module: Any) -> bool:
+        """Return True if the weight is better quantised later, on the device of the first call.
+
+        On a CPU a whole model takes minutes, so weights there are quantised on the GPU if there is one.
+        """
         weight = module._parameters.get("weight")
         return weight is None or weight.is_meta or (weight.device.type == "cpu" and torch.cuda.is_available())
 
@@ -225,19 +226,19 @@ class LinearSwap:
         version = state.version
         is_ready = state.prepare(module)
         if version and state.version != version and state.neighbours is not None:
-            state.neighbours.read_anew(module)
+            state.neighbours.follow_weight(module)
         if is_ready and self.drop_weights:
             self._drop(module)
 
     def drop(self) -> None:
-        """Free every 16-bit weight that has its 8-bit one, and those of later ones as soon as they are made.
+        """Free the 16-bit weight of every layer with an 8-bit one; later ones as soon as these are made.
 
-        Large layers of one row a sample, which were in 16 bit until now, get 8-bit weights.
+        Large layers with one row per sample, which were in 16 bit until now, get 8-bit weights too.
         """
         self.drop_weights, self._drops_next = True, False
-        self._take_up()
+        self._swap_chosen()
         for module, state in self._states.values():
-            if state.is_filled or not self._waits(module):
+            if state.is_filled or not self._is_quantised_later(module):
                 self._prepare_one(module, state)
 
     def _drop(self, module: Any, device: torch.device | str | None = None) -> None:
@@ -251,7 +252,7 @@ class LinearSwap:
     def _before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         shared, ran_before = self._shared, self._shared.forwards > 0
         self.unseen_forwards += ran_before and not shared.was_called
-        shared.look_anew()
+        shared.begin_forward()
         if self._trains:
             for module, state in self._states.values():
                 state.may_be_trained(module)
@@ -263,12 +264,12 @@ class LinearSwap:
             weight = module._parameters.get("weight")
             if state.dropped or weight is None or (state.is_fresh(weight) and not self.drop_weights):
                 continue
-            # compiled code makes no weights: offloaded ones are made here once it has run
-            if state.is_filled or ran_before or not self._waits(module):
+            # compiled code makes no weights, so offloaded ones are made here after the first forward
+            if state.is_filled or ran_before or not self._is_quantised_later(module):
                 self._prepare_one(module, state)
 
     def begin_run(self) -> None:
-        """A run of a denoiser: look at a few numbers of each weight, for writes that nobody counted. Syncs."""
+        """Begin a denoiser's run: compare a sample of each weight, to notice uncounted writes. Syncs."""
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return
         with torch.no_grad():
@@ -279,43 +280,43 @@ class LinearSwap:
                     state.touched = state.bias_touched = True
 
     def _is_known_as_short(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether no call of this forward has work for 8 bit."""
+        """Return True if all calls of this forward are known to be short."""
         given = next((x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)), None)
         if given is None or not is_timed(given.device) or is_captured(given.device):
             return False
         return self._short.begins(shapes_of(args, kwargs), self.states())
 
     def count_known_forwards(self) -> None:
-        """Add them and replays to the layers' counts, which somebody is about to read. Syncs."""
+        """Add the calls of known short forwards and of replays to the layers' counters. Syncs."""
         self._short.count(self.states())
         self._shared.replays.count()
 
     def run_short_calls(self, on: bool) -> None:
-        """Run calls in 8 bit that have too little work for it, too, or (False) only those that are worth it."""
+        """Run short calls in 8 bit too (True), or only calls with enough work for 8 bit to pay (False)."""
         usual = LEAST_WORK if self._options["min_features"] is None else 0
         self._short.decide(self.states(), 0 if on else usual)
 
     def forwards_without_eager_calls(self) -> int:
-        """Forwards of the model in which no layer was called from Python: torch.compile ran them."""
+        """Return the number of forwards in which no layer was called from Python: torch.compile ran them."""
         return self.unseen_forwards + (self._shared.forwards > 0 and not self._shared.was_called)
 
     def states(self) -> list[LinearState]:
-        """Of every swapped layer."""
+        """Return the states of all swapped layers."""
         return [state for _, state in self._states.values()]
 
     def state_of(self, module: Any) -> LinearState | None:
-        """What a swapped layer knows; None for one that is not swapped, or that another swap has taken."""
+        """Return the state of a layer, or None if this swap does not have it."""
         state = self._states.get(id(module), (None, None))[1]
         return state if state is module.__dict__.get("_sage_linear") else None
 
     def report(self) -> LinearReport:
-        """What really ran: per layer format, calls, exact calls with reasons, bytes saved. Syncs."""
+        """Report what really ran, per layer: format, calls, calls in 16 bit by reason, bytes saved. Syncs."""
         return LinearReport(rows_of(self), notes_of(self))
 
     def remove(self) -> None:
         """Put the 16-bit layers back, bit for bit. Harmless when repeated.
 
-        Raises: RuntimeError where the 16-bit weights were dropped; nothing is changed then.
+        Raises: RuntimeError if 16-bit weights were dropped. Nothing is changed then.
         """
         if not self._active:
             return
@@ -323,7 +324,7 @@ class LinearSwap:
         self._put_back()
 
     def refuse_dropped(self) -> None:
-        """Raise RuntimeError if there is nothing to put back."""
+        """Raise RuntimeError if a 16-bit weight was dropped, so that the layers can't be put back."""
         for _, state in self._states.values():
             if state.dropped:
                 raise RuntimeError(DROPPED.format(state.label))
@@ -346,7 +347,7 @@ class LinearSwap:
         take_out_leftovers(self.model, attention=False)
         for swap in self._lenders:
             if swap._active:
-                swap._take_up(had)
+                swap._swap_chosen(had)
 
     def __enter__(self) -> LinearSwap:
         return self
@@ -372,12 +373,12 @@ def quantize_linears(
 
     Args:
         model: any nn.Module; layers outside of its repeated blocks, embeddings, routers and lm_head stay in 16 bit.
-        linears: "int8", "fp8" or "none", for the layers that `layers` says nothing of.
-        layers: {name pattern: format}, or pairs: the first match counts, for protected and small layers, too.
+        linears: "int8", "fp8" or "none", for layers that no pattern of `layers` matches.
+        layers: {name pattern: format}, or pairs. The first match counts, also for protected and small layers.
         min_features, drop_weights: as in `sage_processors.Linears`.
         on_unsupported: as in SageAttnProcessor.
     Returns: a LinearSwap: report(), refresh(), remove(). Calling it again replaces the options.
-    Raises: TypeError, ValueError for options of wrong type or value; the model is then unchanged.
+    Raises: TypeError, ValueError for options of a wrong type or value. The model is then unchanged.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: got {type(model).__name__}, expected a torch.nn.Module")
@@ -394,7 +395,7 @@ def quantize_linears(
 
 
 def swap_of(model: nn.Module) -> LinearSwap | None:
-    """The live swap of a model, or None."""
+    """Return the live swap of a model, or None."""
     for hook in model._forward_pre_hooks.values():
         swap: LinearSwap | None = hook.swap if isinstance(hook, PrepareHook) else None
         if swap is not None and swap._active:

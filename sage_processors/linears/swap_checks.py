@@ -1,4 +1,4 @@
-"""What options of linear layers are asked, before a model is touched."""
+"""Checks of the options of linear layers, made before a model is changed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..options import ON_UNSUPPORTED, SageAttnProcessor
 
 
 def check_patterns_of(config: SageAttnProcessor, names: Collection[str]) -> None:
-    """Raise ValueError for a rule of linear layers whose pattern matches none of their names."""
+    """Raise ValueError for a rule of linear layers with a pattern that matches none of their names."""
     _check_patterns("layers", [pattern for pattern, _ in config.rules("linears")], names)
 
 

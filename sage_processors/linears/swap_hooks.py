@@ -1,4 +1,4 @@
-"""Hooks of a model with layers in 8 bit: before its forward and after it."""
+"""Hooks before and after the forward of a model with 8-bit linear layers."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from torch import nn
 
 from sage_kernels.compat import keep_out_of_dynamo
 
-from ..patching.owner import is_left
+from ..patching.patched import is_left
 from .weights.linear_state import Shared
 
 
 class PrepareHook:
-    """Forward pre-hook of a model: 8-bit weights are made, and made anew, before code that may be compiled.
+    """Forward pre-hook of a model that makes or updates 8-bit weights before compiled code runs.
 
-    In a copy of the model it makes none: its layers look after themselves, and a compiled copy runs in 16 bit until
-    it was called once or is given to `quantize_linears`.
+    In a copy of the model it makes none. The copy's layers make their own in eager calls; compiled code of a copy runs
+    in 16 bit until the copy was called once or is given to `quantize_linears`.
     """
 
     def __init__(self, shared: Shared, swap: Any = None) -> None:
@@ -26,7 +26,7 @@ class PrepareHook:
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not torch.compiler.is_compiling():
             _prepare(self, module, args, kwargs)
-        else:  # taken in by compiled code around the model
+        else:  # the model is compiled as a part of code around it
             self.shared.is_taken_in = True
 
     @property
@@ -42,7 +42,7 @@ class PrepareHook:
 def _prepare(hook: PrepareHook, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     with hook.shared.lock:
         if hook.swap is None:
-            hook.shared.look_anew(module)
+            hook.shared.begin_forward(module)
         else:
             hook.swap._before_forward(args, kwargs)
 
@@ -51,7 +51,7 @@ keep_out_of_dynamo(PrepareHook.__call__)
 
 
 class EndHook:
-    """Forward hook of a model: its forward is over, after an error too."""
+    """Forward hook of a model that notes the end of its forward, after an error too."""
 
     def __init__(self, shared: Shared) -> None:
         self.shared = shared

@@ -1,4 +1,4 @@
-"""Replacing what functions call, noticing what others replaced, and walking a model's arguments.
+"""Replace functions inside other functions, detect replacements by others, and walk nested arguments.
 
 May import nothing else of this package.
 """

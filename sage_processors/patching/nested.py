@@ -1,4 +1,4 @@
-"""Arguments and results of a model: tensors and plain values in tuples, lists, dicts and diffusers' outputs."""
+"""Walk nested arguments and results of a model: tuples, lists, dicts and diffusers' outputs."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ PLAIN = (str, int, float, complex, type(None), torch.dtype, torch.device)  # a b
 
 
 class UnknownValueError(Exception):
-    """Somewhere in there is something else."""
+    """Raised for a value that is neither a tensor, nor a plain value, nor a known container."""
 
 
 def kind_of(value: Any) -> tuple[Any, ...]:
-    """Shapes and types of tensors, values of everything else, and how these are put together. Hashable."""
+    """Return a hashable description: shape, dtype and device of tensors, plain values, and the nesting.
+
+    Raises: UnknownValueError.
+    """
     if type(value) is torch.Tensor:
         return value.shape, value.dtype, value.device
     if isinstance(value, PLAIN):
@@ -26,7 +29,7 @@ def kind_of(value: Any) -> tuple[Any, ...]:
 
 
 def tensors_of(value: Any) -> Iterator[torch.Tensor]:
-    """All tensors, in the order of `kind_of`."""
+    """Yield all tensors, in the order of `kind_of`. Raises: UnknownValueError."""
     if isinstance(value, torch.Tensor):
         yield value
     elif not isinstance(value, PLAIN):
@@ -35,7 +38,10 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
 
 
 def mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The same with other tensors."""
+    """Return a copy of the nested value with `change` applied to each tensor.
+
+    Raises: UnknownValueError.
+    """
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, PLAIN):
@@ -47,7 +53,10 @@ def mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 
 
 def _items(value: Any) -> list[tuple[Any, Any]]:
-    """Raises: UnknownValueError for what is no container that could be made again."""
+    """Return the (key, value) items of a container.
+
+    Raises: UnknownValueError for anything that `mapped` could not rebuild.
+    """
     if type(value) in (tuple, list):
         return list(enumerate(value))
     if type(value) is dict or (isinstance(value, dict) and dataclasses.is_dataclass(value)):

@@ -1,4 +1,4 @@
-"""Run something when a module of another package has been loaded, without importing that package."""
+"""Run a function when a module of another package has been loaded, without importing that package."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class _ReportingLoader(Loader):
         return self._loader.create_module(spec)
 
     def exec_module(self, module):
-        module.__spec__.loader = module.__loader__ = self._loader  # leave no trace for inspect and importlib.reload
+        module.__spec__.loader = module.__loader__ = self._loader  # restored for inspect and importlib.reload
         self._loader.exec_module(module)
         self._callback()
 
@@ -36,12 +36,12 @@ class _Finder(MetaPathFinder):
 
 
 def when_imported(module: str, callback: Callable[[], None], *, ready: str) -> None:
-    """Call `callback()` once `module` has run: now if it has, else as soon as someone imports it.
+    """Call `callback()` when `module` has been imported: now, or right after a later import.
 
     Args:
         module: full dotted name.
-        callback: the same function is never waiting twice for one module.
-        ready: a name that the module defines late; without it a loaded module is still running.
+        callback: registered only once for each module.
+        ready: a name that the module defines near its end. A loaded module without it is still being imported.
     """
     loaded = sys.modules.get(module)
     if loaded is not None and hasattr(loaded, ready):

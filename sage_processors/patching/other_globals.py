@@ -1,4 +1,7 @@
-"""A function's own code with other globals: what it calls by name is then something else, for this copy alone."""
+"""Copies of functions with the same code and other globals.
+
+Names that the code looks up then mean something else, in the copy alone.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,9 @@ from typing import Any
 
 
 def with_globals(fn: types.FunctionType, scope: dict[str, Any], closure: Any = None) -> types.FunctionType:
-    """`fn` with these globals and, if given, this closure."""
-    # an equal code object of its own: Dynamo keeps what it compiled with the code object, under names in the globals
-    # of the function that it compiled, and would call it here, too
+    """Return a copy of `fn` with these globals and, if given, this closure."""
+    # The copy needs a code object of its own. Dynamo stores compiled code with the code object, under names in the
+    # globals of the original, and would run that compiled code for the copy too.
     code = fn.__code__.replace()
     copy = types.FunctionType(code, scope, fn.__name__, fn.__defaults__, closure or fn.__closure__)
     copy.__kwdefaults__ = fn.__kwdefaults__
@@ -17,23 +20,25 @@ def with_globals(fn: types.FunctionType, scope: dict[str, Any], closure: Any = N
 
 
 def scope_of(own: dict[str, Any], replaced: dict[str, Any]) -> dict[str, Any]:
-    """The globals of a function, some of them replaced."""
+    """Return a function's globals with some of them replaced."""
     scope = own | replaced
-    # Dynamo up to 2.13 resolves the globals of a function through the module of this name, not through its own dict
+    # Dynamo up to torch 2.13 looks up a function's globals in the module of this name instead of in this dict.
     scope.pop("__name__", None)
     return scope
 
 
 def innermost(fn: Any) -> Any:
-    """The function below its decorators."""
+    """Return the function inside all of its decorators."""
     while hasattr(fn, "__wrapped__"):
         fn = fn.__wrapped__
     return fn
 
 
 def with_global(fn: Any, name: str, value: Any) -> types.FunctionType | None:
-    """`fn` where `name` means `value`, below its decorators, too. None where one of them is no function in Python, or
-    does not hold what it decorates as functions do."""
+    """Return a copy of `fn` in which the global `name` means `value`, inside its decorators too.
+
+    Returns None if a decorator is no Python function, or doesn't hold the decorated function in its closure.
+    """
     if not isinstance(fn, types.FunctionType):
         return None
     if not hasattr(fn, "__wrapped__"):
@@ -52,5 +57,5 @@ def with_global(fn: Any, name: str, value: Any) -> types.FunctionType | None:
 def _content(cell: types.CellType) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # nothing yet
+    except ValueError:  # an empty cell
         return None

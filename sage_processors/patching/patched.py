@@ -1,7 +1,8 @@
-"""Notices functions that somebody replaced: module globals, methods of classes, a function's code.
+"""Detect functions that others replaced, and mark objects put into a model by our own swaps.
 
-Profilers, adapters and other accelerators replace functions of libraries while a program runs. Code of a library that
-we run in our own way stands for that code only as long as everything it looks up by name is what it was.
+Profilers, adapters and other accelerators replace functions of libraries while a program runs: module globals, methods
+of classes, or a function's code. Where we run a library's code in our own way, that is correct only while every name
+that the code looks up still means the same.
 """
 
 from __future__ import annotations
@@ -10,19 +11,23 @@ import dis
 import functools
 import operator
 import types
+import weakref
 from collections.abc import Iterable, Iterator
 from itertools import repeat
 from typing import Any
 
 
 class Watch:
-    """Names that code looks up while it runs, each with the object that it meant at first.
+    """Names in the code of functions, each with the object that it first meant.
 
-    Compared by identity, in C: about 60 ns a name.
+    Objects are compared by identity, in C: about 60 ns for each name.
     """
 
     def __init__(self, functions: Iterable[types.FunctionType] = (), methods: Iterable[tuple[Any, str]] = ()) -> None:
-        """functions: as of `function`. methods: (class or module, name of an attribute), as of `attribute`."""
+        """Watch some functions and attributes.
+
+        Args: functions: each as in `function`. methods: (class or module, attribute name), each as in `attribute`.
+        """
         self._globals: dict[tuple[int, str], tuple[dict[str, Any], str, Any]] = {}
         self._attributes: dict[tuple[int, str], tuple[Any, str, Any]] = {}
         self._lay_out()
@@ -32,10 +37,10 @@ class Watch:
             self.attribute(cls, name)
 
     def function(self, fn: types.FunctionType, seen: dict[str, Any] | None = None) -> None:
-        """Watch a function's code, the globals that it uses, and what it uses of modules (`F.linear`).
+        """Watch a function's code, the globals that it uses, and attributes of modules such as `F.linear`.
 
-        Functions that it calls are not followed: add those whose code matters, too (`with_helpers`).
-        seen: a copy of its globals, which holds what is compared with; None: they are looked up now.
+        The code of functions that it calls is not watched. Add these too, if they matter (`with_helpers`).
+        Args: seen: an earlier copy of its globals to compare with; None looks them up now.
         """
         self.attribute(fn, "__code__")
         for scope, name in _lookups(fn.__code__, fn.__globals__):
@@ -44,8 +49,10 @@ class Watch:
         self._lay_out()
 
     def attribute(self, owner: Any, name: str) -> None:
-        """Watch an attribute that is the same object each time: of a module, or a class's method, also where a base
-        class has it."""
+        """Watch an attribute of a module, or a method of a class, inherited ones included.
+
+        Each access must give the same object.
+        """
         if isinstance(owner, types.ModuleType):
             scope = vars(owner)
             self._globals.setdefault((id(scope), name), (scope, name, scope.get(name)))
@@ -57,12 +64,12 @@ class Watch:
         self._columns = [list(zip(*x.values(), strict=True)) for x in (self._globals, self._attributes)]
 
     def functions(self) -> list[types.FunctionType]:
-        """The functions in Python that were put on the watch."""
+        """Return the watched objects that are functions in Python."""
         places = (*self._globals.values(), *self._attributes.values())
         return [was for _, _, was in places if isinstance(was, types.FunctionType)]
 
     def changed(self) -> bool:
-        """True if one of the names means something else now."""
+        """True if one of the names now means another object."""
         scopes, attributes = self._columns
         if scopes and not all(map(operator.is_, map(dict.get, scopes[0], scopes[1]), scopes[2])):
             return True
@@ -71,7 +78,10 @@ class Watch:
         )
 
     def names(self) -> list[str]:
-        """Full names of what means something else now: "diffusers.models.transformers.transformer_flux.apply_…"."""
+        """Return the full names that now mean another object.
+
+        Such as "diffusers.models.transformers.transformer_flux.apply_rotary_emb".
+        """
         found = [
             f"{s.get('__name__', '?')}.{name}" for s, name, was in self._globals.values() if s.get(name) is not was
         ]
@@ -95,12 +105,12 @@ def with_helpers(fn: types.FunctionType) -> list[types.FunctionType]:
 
 
 def _lookups(code: types.CodeType, scope: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
-    """(dictionary, name) of everything that the code looks up there: globals, and attributes of modules."""
+    """Yield (dictionary, name) of each global and module attribute that the code looks up."""
     for chain in _chains(code):
         where = scope
         for name in chain:
             if where is not scope and name not in where:
-                break  # a module that makes its attributes when they are asked for
+                break  # a module with lazy attributes (PEP 562)
             yield where, name
             found = where.get(name)
             if not isinstance(found, types.ModuleType):
@@ -110,7 +120,10 @@ def _lookups(code: types.CodeType, scope: dict[str, Any]) -> Iterator[tuple[dict
 
 @functools.lru_cache(2048)
 def _chains(code: types.CodeType) -> tuple[tuple[str, ...], ...]:
-    """Global names and attributes behind them, ("torch", "nn", "functional"), of a code object and those in it."""
+    """Return chains of a global name and its attributes, such as ("torch", "nn", "functional").
+
+    Of a code object and all code objects nested in it.
+    """
     chains: list[list[str]] = []
     goes_on = False
     for instruction in dis.get_instructions(code):
@@ -125,3 +138,36 @@ def _chains(code: types.CodeType) -> tuple[tuple[str, ...], ...]:
             goes_on = False
     inner = (x for x in code.co_consts if isinstance(x, types.CodeType))
     return tuple(dict.fromkeys([*map(tuple, chains), *(chain for nested in inner for chain in _chains(nested))]))
+
+
+class Owner:
+    """Mark on objects that a swap put into a model and will take out again.
+
+    Copying or pickling a model copies the mark as one without a live swap. So what came along with a copy is known to
+    be left over.
+
+    Attributes: is_there: the swap is live.
+    """
+
+    def __init__(self, swap: Any = None) -> None:
+        self._swap = None if swap is None else weakref.ref(swap)
+        self.is_there = True
+
+    @property
+    def swap(self) -> Any:
+        """Return the live swap, or None."""
+        return self._swap() if self.is_there and self._swap is not None else None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _owner_without_swap, ()
+
+
+def _owner_without_swap() -> Owner:
+    owner = Owner()
+    owner.is_there = False
+    return owner
+
+
+def is_left(mark: Any) -> bool:
+    """True if no live swap will take out an object with this mark."""
+    return mark is None or not mark.is_there

@@ -1,4 +1,4 @@
-"""Gives a block of a model a class in whose forward results may wait; the object stays the same."""
+"""Blocks of a model that postpone results in their forward: the same objects, with another class."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from .containers import ordinary
 from .enclosure import Enclosure
 from .region import current, opened
+from .tensor import ordinary
 
 
 if TYPE_CHECKING:
@@ -20,7 +20,10 @@ else:
 
 
 class _EnclosedBlock(_Beside):
-    """Mixin of an enclosed block's class. `__class__` is the base, as libraries look blocks up by class."""
+    """Mixin of the class of an enclosed block.
+
+    `__class__` is the block's own class, since libraries look blocks up by it.
+    """
 
     _sage_base: type
 
@@ -37,20 +40,20 @@ class _EnclosedBlock(_Beside):
 
 
 def _rebuild(base: type) -> Any:
-    """For copy and pickle."""
+    """Make an empty block of that class, for copy and pickle."""
     return object.__new__(block_class(base))
 
 
 @functools.cache
 def block_class(base: Any) -> type:
-    """The subclass of a block's class in whose forward results may wait for their consumer.
+    """Return the subclass of a block's class whose forward may postpone results.
 
-    Its forward is its base's, as that is when it is called. What it returns are ordinary tensors.
+    Its forward calls the one of the base class, which is looked up at each call. It returns ordinary tensors.
     """
 
     @functools.wraps(base.forward)
     def forward(self, *args, **kwargs):
-        # Dynamo takes super(), but no function of a class that diffusers lets into its graphs
+        # Dynamo can trace super(), but not `base.forward` of a class that diffusers allows in its graphs
         own = super(made, self).forward
         enclosure = None if torch.compiler.is_compiling() else self.__dict__.get("_sage_enclosure")
         if enclosure is None or current() is not None or not enclosure.is_closed(self, args, kwargs):
@@ -64,10 +67,10 @@ def block_class(base: Any) -> type:
 
 
 def enclose(module: Any) -> None:
-    """Let results wait inside of a block."""
+    """Let layers inside of this block postpone their results. Its class has to be that of `block_class`."""
     object.__setattr__(module, "_sage_enclosure", Enclosure())
 
 
 def is_enclosed(module: Any) -> bool:
-    """True for a module that `block_class` made the class of."""
+    """Return True if the module has a class of `block_class`."""
     return issubclass(type(module), _EnclosedBlock)

@@ -1,7 +1,7 @@
-"""Finds out if a block runs code of libraries alone, so that results may wait inside of it.
+"""Finds out if a block runs only code of libraries, so that results inside of it may be postponed.
 
-A hook, a module or a processor of the user's in a block may look at what it is given, keep it or write to it, at any
-time. Then nothing waits in that block.
+A hook, module or processor that the user put into a block may read its inputs, keep them or write to them, at any
+time. Nothing is postponed in such a block.
 """
 
 from __future__ import annotations
@@ -27,15 +27,19 @@ _PLAIN = {torch.Tensor, nn.Parameter, type(None), bool, int, float, complex, str
 
 
 class Enclosure:
-    """One block, and what in it is not a library's code.
+    """Knows if the code in one block is all of libraries.
 
-    What the answer depends on is compared at every call: modules, their classes and hooks, functions put on a module,
-    processors. Only where that differs is it all looked at anew.
+    Every call compares what the answer depends on: modules, their classes and hooks, functions put on a module,
+    processors. The block is examined again only if any of these differ.
+
+    Attributes:
+        owner: Owner of the swap that enclosed the block and will undo it; None in a copy.
+        modules: the block and all modules in it; empty before the first call.
+        obstacle: the code that is not a library's, in a few words; "" if there is none.
     """
 
-    owner: Any = None  # of the swap that will take it out again; None in a copy
-
-    modules: tuple[nn.Module, ...] = ()  # none before the first call
+    owner: Any = None
+    modules: tuple[nn.Module, ...] = ()
     obstacle = ""
 
     def __reduce__(self) -> tuple[Any, ...]:  # a copy of the block has modules of its own
@@ -79,7 +83,7 @@ class Enclosure:
         )
 
     def _find(self, inner: tuple[nn.Module, ...]) -> str:
-        """Name, in a few words, the code that is no library's; "" if there is none."""
+        """Name the code that is not a library's, in a few words; "" if there is none."""
         for module in self.modules:
             if not _is_of_library(type(module)):
                 return f"a module of class {_name(module)}"
@@ -104,12 +108,12 @@ class Enclosure:
         return ""
 
     def obstacle_of(self, block: nn.Module) -> str:
-        """Name the code in the block that is no library's, as the block is now; "" if there is none."""
+        """Examine the block as it is now and name the code that is not a library's; "" if there is none."""
         self.is_closed(block)
         return self.obstacle
 
     def is_closed(self, block: nn.Module, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> bool:
-        """True if a call of the block with these arguments runs code of libraries alone."""
+        """Return True if a call of the block with these arguments runs only code of libraries."""
         if not self.modules or not self._is_as_seen(block):
             self._look(block)
         if self.obstacle or any(_GLOBAL_HOOKS) or function_modes() or is_differentiating_forward():
@@ -123,14 +127,14 @@ _MOVERS = {"_hf_hook", "_diffusers_hook"}  # attributes by which accelerate and 
 
 
 def _movers(module: nn.Module) -> list[type]:
-    """Classes of the hooks by which accelerate or diffusers wrap a module's forward."""
+    """Return the classes of the hooks with which accelerate or diffusers wrap a module's forward."""
     hook, registry = (module.__dict__.get(name) for name in sorted(_MOVERS, reverse=True))
     found = [] if hook is None else [hook, *getattr(hook, "hooks", ())]
     return [type(x) for x in (*found, *getattr(registry, "hooks", {}).values())]
 
 
 def _is_of_library_function(called: Any) -> bool:
-    """True for a function, method, partial function or object whose call runs code of a library."""
+    """Return True if calling this function, method, partial or object runs code of a library."""
     while isinstance(called, functools.partial):
         called = called.func
     if not isinstance(called, (types.FunctionType, types.MethodType)):
@@ -144,14 +148,14 @@ def _name(module: nn.Module) -> str:
 
 
 def _with_wrapped(function: Any) -> Iterator[Any]:
-    """A function, and those that its decorators wrapped."""
+    """Yield a function and those that its decorators wrapped."""
     while function is not None:
         yield function
         function = getattr(function, "__wrapped__", None)
 
 
 def _is_of_library(kind: type) -> bool:
-    """True if instances of this class run a library's forward, or __call__ for what is no module."""
+    """Return True if instances of this class run a library's code: `__call__`, and `forward` of a module."""
     own: Any = getattr(kind, "_sage_base", kind)
     called = [getattr(own, "__call__", None)]  # noqa: B004 (the function, not whether there is one)
     if issubclass(kind, nn.Module):
@@ -160,7 +164,10 @@ def _is_of_library(kind: type) -> bool:
 
 
 def _are_plain(values: Iterable[Any]) -> bool:
-    """True if calling a block with these hands it no object whose methods are somebody else's code."""
+    """Return True if these arguments hold only plain values and objects of libraries' classes.
+
+    An object of a user's class could keep a postponed result or write to it.
+    """
     for value in values:
         kind = type(value)
         if kind in _PLAIN:

@@ -1,8 +1,7 @@
-"""Tells code of the libraries from everybody else's.
+"""Tells code of libraries from a user's code.
 
-The libraries are torch, diffusers, transformers, peft, accelerate and this package. Their functions are known not to
-keep what they are handed, nor to write to it behind PyTorch's back. Nothing is known of a user's own module, hook or
-patched function.
+The libraries are torch, diffusers, transformers, peft, accelerate and this package. Their functions do not keep their
+arguments, and PyTorch counts their writes. Nothing is known of a user's own module, hook or patched function.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _CALLING = ("torch/nn/modules/module.py", "accelerate/hooks.py", "diffusers/hook
 _STANDARD = os.path.dirname(os.__file__)
 
 _is_library: dict[str, bool] = {}
-_of_file: dict[str, bool | None] = {}  # what `_kind` said
+_of_file: dict[str, bool | None] = {}  # results of `_kind`
 
 
 @functools.cache
@@ -36,7 +35,7 @@ def _folder(package: str) -> str | None:
 
 
 def is_library_file(name: str) -> bool:
-    """True for a source file of one of `PACKAGES`."""
+    """Return True for a source file of one of `PACKAGES`."""
     known = _is_library.get(name)
     if known is None:
         folders = [folder for folder in map(_folder, PACKAGES) if folder]
@@ -45,31 +44,31 @@ def is_library_file(name: str) -> bool:
 
 
 def is_library_function(function: Any) -> bool:
-    """True for a Python function, method or bound method whose code is of one of `PACKAGES`."""
+    """Return True for a Python function or method whose code is in one of `PACKAGES`."""
     code = getattr(function, "__code__", None)
     return isinstance(code, CodeType) and is_library_file(code.co_filename)
 
 
 def is_pythons_function(function: Any) -> bool:
-    """True for a Python function of Python's standard library."""
+    """Return True for a function of Python's standard library that is written in Python."""
     file = getattr(getattr(function, "__code__", None), "co_filename", "")
     return file.startswith(_STANDARD) and "-packages" not in file
 
 
 def is_library_class(kind: type) -> bool:
-    """True for a class that one of `PACKAGES` defines."""
+    """Return True for a class that one of `PACKAGES` defines."""
     return kind.__module__.partition(".")[0] in PACKAGES
 
 
 def is_called_by_library(depth: int) -> bool:
-    """True if code of a library called the module whose forward runs `depth` frames up from here.
+    """Return True if code of a library called the module whose forward is `depth` frames up the stack.
 
-    Frames of torch.nn.Module.__call__, and of hooks that move weights, are passed over. Frames are asked for by number
-    as long as it can be: going from one to the next costs three times as much.
+    Frames of torch.nn.Module.__call__ and of hooks that move weights are skipped. Frames are looked up by number as
+    far as possible: going from one frame to the next costs three times as much.
     """
     caller = sys._getframe(depth + 1)
     if (found := _kind(caller.f_code.co_filename)) is not None:
-        return found  # forward was called by itself
+        return found  # forward was called directly, not through __call__
     caller = sys._getframe(depth + 3)  # behind _call_impl and _wrapped_call_impl
     while (found := _kind(caller.f_code.co_filename)) is None and caller.f_back is not None:
         caller = caller.f_back
@@ -77,7 +76,7 @@ def is_called_by_library(depth: int) -> bool:
 
 
 def _kind(name: str) -> bool | None:
-    """True for a library's file, False for another one, None for one that only calls modules."""
+    """Return True for a library's file, False for another one, None for a file of `_CALLING`."""
     try:
         return _of_file[name]
     except KeyError:

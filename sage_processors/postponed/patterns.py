@@ -1,7 +1,7 @@
-"""Operations that a kernel does along with a norm or a linear layer, as eager code and as Dynamo's graphs call them.
+"""Recognises operations that the kernel of a norm or a linear layer can do in the same pass.
 
-Both the tensors that wait and the passes over compiled code read this table. Arguments are tensors in one case and
-graph nodes in the other, so nothing here looks into them.
+Postponed results read this in eager code, the passes over Dynamo's graphs in compiled code. Arguments are tensors in
+the first case and graph nodes in the second, so most functions here do not look into them.
 """
 
 from __future__ import annotations
@@ -16,19 +16,22 @@ import torch.nn.functional as F
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 CATS = (torch.cat, torch.concat)
 CHUNKS = (torch.chunk, torch.Tensor.chunk)
-# Activation function → what `quantized_linear` calls the product of one half's activation and the other half
+# Activation function → the name in `quantized_linear` of its product with a second value, as in SwiGLU
 GATED = {"gelu": "geglu", "gelu_tanh": "geglu_tanh", "silu": "swiglu"}
 _GELUS = {"none": "gelu", "tanh": "gelu_tanh"}
 
 
 def bound(names: dict[str, Any], args: Any, kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Arguments of a call by name, with defaults; None for a call with others than `names` has."""
+    """Return the arguments of a call by name, or None if it has any that `names` lacks.
+
+    names: {name of an argument: default}, in the order of the function's signature.
+    """
     given = dict(zip(names, args, strict=False)) | dict(kwargs)
     return names | given if len(args) <= len(names) and given.keys() <= names.keys() else None
 
 
 def activation(func: Any, args: Any, kwargs: Mapping[str, Any]) -> str | None:
-    """Name of the activation function that this call is, as `quantized_linear` knows it; None for another call."""
+    """Return the name in `quantized_linear` of an activation function; None for any other call."""
     if func is F.gelu:
         given = bound({"input": None, "approximate": "none"}, args, kwargs)
         return None if given is None else _GELUS.get(str(given["approximate"]))
@@ -39,13 +42,13 @@ def activation(func: Any, args: Any, kwargs: Mapping[str, Any]) -> str | None:
 
 
 def drops_nothing(args: Any, kwargs: Mapping[str, Any]) -> bool:
-    """True for arguments of F.dropout with which it returns its input."""
+    """Return True if F.dropout with these arguments returns its input unchanged."""
     given = bound({"input": None, "p": 0.5, "training": True, "inplace": False}, args, kwargs)
     return given is not None and given["inplace"] is False and (given["p"] == 0 or given["training"] is False)
 
 
 def joined(args: Any, kwargs: Mapping[str, Any], dims: int) -> tuple[Any, Any] | None:
-    """The two tensors whose columns torch.cat puts beside each other; None for another call of it.
+    """Return the two tensors that torch.cat joins along the last dimension; None for other calls.
 
     dims: number of dimensions of its result.
     """
@@ -57,13 +60,19 @@ def joined(args: Any, kwargs: Mapping[str, Any], dims: int) -> tuple[Any, Any] |
 
 
 def halves(args: Any, kwargs: Mapping[str, Any], dims: int) -> bool:
-    """True for arguments of torch.chunk that split a tensor of `dims` dimensions into two halves of its columns."""
+    """Return True if torch.chunk with these arguments halves the last dimension of a tensor.
+
+    dims: number of dimensions of the tensor.
+    """
     given = bound({"input": None, "chunks": None, "dim": 0}, args, kwargs)
     return given is not None and given["chunks"] == 2 and given["dim"] in (-1, dims - 1)
 
 
 def is_by_token(x: torch.Tensor, shape: torch.Size) -> bool:
-    """True if x [..., N] is one vector for all tokens of `shape` [B, ..., N], or one for each batch entry."""
+    """Return True if x [..., N] is one vector for all tokens, or one for each sample of the batch.
+
+    shape: [B, ..., N], of the tensor that x is multiplied with or added to.
+    """
     dims = x.dim()
     if not 1 <= dims <= len(shape) or x.shape[-1] != shape[-1] or x.dtype not in FLOATS:
         return False

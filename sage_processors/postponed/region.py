@@ -1,4 +1,4 @@
-"""The stretch of a forward in which results may wait: inside of one block, and no longer than the block runs."""
+"""Regions: results may be postponed only while a block runs, and no longer than that."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from .library import is_called_by_library
 
 
 class Region:
-    """What one thread postpones while one block runs.
+    """Results that one thread has postponed while one block runs.
 
     Attributes:
-        quantized: inputs of linear layers in 8 bit, once for all layers that read them; None before the first.
-        joined: {id of a group of layers: results that were computed together and are yet to be asked for}.
-        waiting: weak references to the tensors that wait.
+        quantized: 8-bit inputs of linear layers, each shared by all layers that read it; None before the first.
+        joined: {id of a group of layers: results that were computed together and were not asked for yet}.
+        waiting: weak references to the postponed results.
     """
 
     __slots__ = ("quantized", "joined", "waiting")
@@ -26,14 +26,14 @@ class Region:
         self.waiting: list[weakref.ref[Any]] = []
 
     def forget(self) -> None:
-        """Let go of all that is kept for the rest of the block, at once: it lies in the GPU's memory."""
+        """Drop everything kept for the rest of the block at once, as it takes memory of the GPU."""
         self.joined.clear()
         self.waiting.clear()
         if self.quantized is not None:
             self.quantized.forget()
 
     def settle(self) -> None:
-        """Compute all that still waits and that somebody still holds."""
+        """Compute all postponed results that somebody still holds."""
         waiting, self.waiting = self.waiting, []
         for reference in waiting:
             tensor = reference()
@@ -50,19 +50,22 @@ in_thread = _Thread()
 
 
 def current() -> Region | None:
-    """The region that is open in this thread, or None: nothing may wait."""
+    """Return the region that is open in this thread, or None: nothing may be postponed."""
     return in_thread.region
 
 
 def is_caller_known(depth: int) -> bool:
-    """True if a region is open and a library's code called the module whose forward runs `depth` frames up."""
+    """Return True if a region is open and code of a library called the module.
+
+    depth: how many frames up the stack the module's forward is.
+    """
     return in_thread.region is not None and is_called_by_library(depth + 1)
 
 
 class opened:  # noqa: N801 (used as a function)
-    """Context manager: a region in this thread; the same one where one is open already.
+    """Context manager: open a region in this thread, or go on with the one that is open.
 
-    What still waits at its end is computed, unless it ends by an exception.
+    Results that are still postponed at its end are computed, unless it ends with an exception.
     """
 
     __slots__ = ("_region", "_is_outer")

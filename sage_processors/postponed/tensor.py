@@ -1,7 +1,8 @@
-"""A tensor that is computed when it is used: its consumer computes it along, everybody else gets ordinary numbers."""
+"""Tensors for postponed results: their consumer computes them, other code gets ordinary tensors."""
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from typing import Any
 
@@ -12,25 +13,25 @@ from sage_kernels.compat import has_tangent, is_differentiating_forward, make_wr
 from .region import in_thread
 
 
-CAN_WAIT = make_wrapper_subclass is not None  # else every result is computed at once
+CAN_WAIT = make_wrapper_subclass is not None  # else nothing is postponed
 
 
 class Postponed(torch.Tensor):
-    """Shape, dtype and device of a result, and how to compute it.
+    """A result that is computed when it is used: its shape, dtype and device, and how to compute it.
 
-    Made inside of a region alone (region.py), from contiguous operands. A function that does not know it gets the
-    ordinary tensor, and from then on that is all there is: what was derived from this one is computed first, as the
-    function may write to it.
+    It is made only while a region is open (region.py), from contiguous operands. A function that does not know this
+    class gets the ordinary tensor instead and may write to it. So all postponed results that read this one are
+    computed before that, and this one can't be computed in a consumer's kernel any more.
     """
 
-    _ordinary: Any = None  # the numbers, once computed
-    _is_out = False  # somebody has them
+    _ordinary: torch.Tensor = None  # type: ignore[assignment]  # the numbers, once computed
+    _is_out = False  # the ordinary tensor was handed out
 
     @staticmethod
-    def __new__(cls, shape, dtype, device, *_, **__):
+    def __new__(cls, shape: Any, dtype: Any, device: Any, *_: Any, **__: Any) -> Any:
         return make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
 
-    def __init__(self, shape, dtype, device):
+    def __init__(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> None:
         self._shape, self._dtype, self._device = shape, dtype, device
         region = in_thread.region
         if region is not None:
@@ -40,20 +41,20 @@ class Postponed(torch.Tensor):
         raise NotImplementedError
 
     def value(self) -> torch.Tensor:
-        """The numbers, computed once, for one who only reads them and gives them to nobody."""
+        """Return the ordinary tensor for reading only: the caller must not pass it on. Computed once."""
         if self._ordinary is None:
             self._ordinary = self._compute()
         return self._ordinary
 
     def tensor(self) -> torch.Tensor:
-        """The ordinary tensor, to hand out: whoever gets it may write to it."""
+        """Return the ordinary tensor for any use: whoever gets it may write to it."""
         if not self._is_out:
             self._settle()
             self._is_out = True
         return self._ordinary
 
     def _settle(self) -> None:
-        """Compute the numbers of this tensor and, before somebody may write to them, all that reads them."""
+        """Compute this result and all postponed results that read it."""
         self.value()
         region = in_thread.region
         for reference in () if region is None else region.waiting:
@@ -62,10 +63,10 @@ class Postponed(torch.Tensor):
                 tensor._settle()
 
     def _reads(self, other: Postponed) -> bool:
-        """True if this tensor is computed from the numbers of the other one."""
+        """Return True if this result is computed from the numbers of the other one."""
         return False
 
-    # asked of a tensor without wanting its numbers; the machinery below would take microseconds for each
+    # Known without the numbers. The default way, through __torch_function__, would take microseconds for each.
     shape = property(lambda self: self._shape)
     dtype = property(lambda self: self._dtype)
     device = property(lambda self: self._device)
@@ -78,26 +79,26 @@ class Postponed(torch.Tensor):
     layout = property(lambda self: torch.strided)
     requires_grad = property(lambda self: False, lambda self, value: self.tensor().requires_grad_(value))
 
-    def size(self, dim=None):
+    def size(self, dim: Any = None) -> Any:
         return self._shape if dim is None else self._shape[dim]
 
-    def dim(self):
+    def dim(self) -> int:
         return len(self._shape)
 
-    def numel(self):
+    def numel(self) -> int:
         return self._shape.numel()
 
-    def is_floating_point(self):
+    def is_floating_point(self) -> bool:
         return True
 
-    def is_inference(self):
+    def is_inference(self) -> bool:
         return False
 
-    def _cast(self, dtype):
-        """This tensor in another dtype; a class that can postpone that says how."""
+    def _cast(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return this result in another dtype. Subclasses override it if they can postpone the cast."""
         return self.tensor().to(dtype)
 
-    def to(self, *args, **kwargs):
+    def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         if len(args) == 1 and not kwargs:
             wanted = args[0].dtype if isinstance(args[0], torch.Tensor) else args[0]
             same_place = not isinstance(args[0], torch.Tensor) or args[0].device == self._device
@@ -107,46 +108,49 @@ class Postponed(torch.Tensor):
             return self.to(kwargs["dtype"])
         return self.tensor().to(*ordinary_in(args), **ordinary_in(kwargs))
 
-    def type_as(self, other):
+    def type_as(self, other: Any) -> torch.Tensor:
         same_place = isinstance(other, torch.Tensor) and other.device == self._device
         return self.to(other.dtype) if same_place else self.tensor().type_as(ordinary_in(other))
 
-    def float(self):
+    def float(self) -> torch.Tensor:
         return self.to(torch.float32)
 
-    def half(self):
+    def half(self) -> torch.Tensor:
         return self.to(torch.float16)
 
-    def bfloat16(self):
+    def bfloat16(self) -> torch.Tensor:
         return self.to(torch.bfloat16)
 
-    # what PyTorch asks of an object without __torch_function__
+    # Methods that PyTorch or Python call without __torch_function__
 
-    def __format__(self, spec):
+    def __format__(self, spec: Any) -> str:
         return format(self.tensor(), spec)
 
-    def __repr__(self, *, tensor_contents=None):
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return repr(self.value())
 
-    def __reduce_ex__(self, protocol):
+    def __reduce_ex__(self, protocol: Any) -> Any:
         return self.tensor().__reduce_ex__(protocol)
 
-    def __deepcopy__(self, memo):
+    def __deepcopy__(self, memo: Any) -> Any:
         return self.tensor().__deepcopy__(memo)
 
-    def __dlpack__(self, *args, **kwargs):
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
         return self.tensor().__dlpack__(*args, **kwargs)
 
-    def as_subclass(self, cls):
+    def as_subclass(self, cls: Any) -> Any:
         return self.tensor().as_subclass(cls)
 
     @classmethod
-    def _knows(cls, func):
-        """A function (args, kwargs) that runs `func` without the ordinary tensor, or None. It may give up: None."""
+    def _knows(cls, func: Any) -> Any:
+        """Return a function (args, kwargs) that does `func` on a postponed result, or None if there is none.
+
+        The function returns another postponed result. It returns None for arguments that need the ordinary tensor.
+        """
         return None
 
     @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         known = cls._knows(func)
         if known is not None:
@@ -156,13 +160,18 @@ class Postponed(torch.Tensor):
         return func(*ordinary_in(args), **ordinary_in(kwargs))
 
     @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[override]
-        """Reached from C++ alone, which knows nothing of __torch_function__."""
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Run an operation on ordinary tensors. Only calls from C++ get here, which skip __torch_function__."""
         return func(*ordinary_in(args), **ordinary_in(kwargs or {}))
 
 
-def ordinary_in(value):
-    """The arguments of a call with ordinary tensors in place of postponed ones, in lists, tuples and dicts too."""
+def ordinary_in(value: Any) -> Any:
+    """Return arguments of a call with ordinary tensors in place of postponed results.
+
+    Plain lists, tuples and dicts are copied. All other objects are returned as they are.
+    """
     if isinstance(value, Postponed):
         return value.tensor()
     if type(value) in (tuple, list):
@@ -170,9 +179,42 @@ def ordinary_in(value):
     return {name: ordinary_in(x) for name, x in value.items()} if type(value) is dict else value
 
 
+def ordinary(value: Any) -> Any:
+    """Return the result of a block with ordinary tensors in place of postponed results.
+
+    Lists, dicts and dataclass instances are changed in place. Tuples are copied, if they hold a postponed result.
+    """
+    if isinstance(value, Postponed):
+        return value.tensor()
+    if isinstance(value, (tuple, list)):
+        found = [ordinary(x) for x in value]
+        if all(new is old for new, old in zip(found, value, strict=True)):
+            return value
+        if isinstance(value, list):
+            value[:] = found
+            return value
+        return type(value)(*found) if hasattr(value, "_fields") else type(value)(found)
+    if isinstance(value, dict):
+        for name, old in list(value.items()):
+            new = ordinary(old)
+            if new is not old:
+                value[name] = new
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            old = getattr(value, field.name, None)
+            new = ordinary(old)
+            if new is not old:
+                object.__setattr__(value, field.name, new)  # frozen dataclasses too: the numbers are the same
+    return value
+
+
 def version_of(x: torch.Tensor) -> int | None:
-    """How often a tensor's memory was written to; None for inference tensors, which don't count."""
+    """Return how often a tensor's memory was written to; None for inference tensors, which don't count."""
     return None if x.is_inference() else x._version
+
+
+class ChangedInputError(RuntimeError):
+    """A tensor was changed in place between an operation and the use of its postponed result."""
 
 
 class Operand:
@@ -185,11 +227,12 @@ class Operand:
 
     @property
     def is_changed(self) -> bool:
+        """True if the tensor was written to since this operand was made."""
         return self.tensor._version != self.version
 
 
-def can_wait(x) -> bool:
-    """True for a tensor that may be an operand: an ordinary one that counts writes and needs no gradient."""
+def can_wait(x: Any) -> bool:
+    """Return True if x may be an operand: an ordinary tensor that counts writes and needs no gradient."""
     return (
         type(x) in (torch.Tensor, torch.nn.Parameter)
         and not x.is_inference()
@@ -198,5 +241,5 @@ def can_wait(x) -> bool:
 
 
 def is_dual(x: torch.Tensor) -> bool:
-    """True where forward-mode differentiation goes on for x; under inference_mode it does for nothing."""
+    """Return True if forward-mode differentiation follows x. Under inference_mode it follows nothing."""
     return is_differentiating_forward() and not torch.is_inference_mode_enabled() and has_tangent(x)

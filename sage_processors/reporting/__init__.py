@@ -1,4 +1,4 @@
-"""Counts of what layers ran, and the rows and totals that every report shares.
+"""Event counters of layers, and the rows, totals and tables that all reports share.
 
 May import files/ and sage_kernels.
 """

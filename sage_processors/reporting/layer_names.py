@@ -1,4 +1,4 @@
-"""Names of layers for people: a prefix said once, and one pattern for many names."""
+"""Short forms of many layer names: a common prefix, and patterns."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from collections.abc import Iterable, Sequence
 
 
 def common_prefix(names: Sequence[str]) -> str:
-    """What all dotted names begin with, in whole pieces: "unet" of "unet.mid.attn" and "unet.up.0.attn"; "" if none.
+    """Return the longest common prefix of dotted names, in whole components; "" if there is none.
 
-    It leaves a piece to each name, and never parts a list from its numbers: "layers.0" and "layers.1" keep "layers".
+    "unet" for "unet.mid.attn" and "unet.up.0.attn". The last component is never part of it. Nor is the name of a list
+    in front of its numbers: the prefix of "layers.0" and "layers.1" is "".
     """
     pieces = [name.split(".") for name in names]
     if not pieces:
@@ -23,13 +24,13 @@ def common_prefix(names: Sequence[str]) -> str:
 
 
 def patterns(names: Iterable[str]) -> dict[str, list[str]]:
-    """Few patterns that stand for exactly these names: {"blocks.0-2.attn": ["blocks.0.attn", …]}.
+    """Return a few patterns for exactly these names: {"blocks.0-2.attn": ["blocks.0.attn", …]}.
 
     Numbers become ranges, "0-2,5" or "attn1-2"; words become lists, "{to_q,to_k}". A pattern never
     covers a name that is not there.
     """
     merged = [tuple((piece,) for piece in name.split(".")) for name in dict.fromkeys(names)]
-    # numbers first: blocks of equal layers belong together, not two kinds of block of which one is longer
+    # Numbers are merged first, so that equal layers of one list of blocks stay together.
     for numbers in (True, False):
         for place in reversed(range(max(map(len, merged), default=0))):
             merged = _merged(merged, place, numbers)
@@ -37,7 +38,10 @@ def patterns(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def _merged(found: list, place: int, numbers: bool) -> list:
-    """Patterns that differ at `place` alone become one, where what differs there is a number, or a word."""
+    """Merge patterns that differ only at the index `place`.
+
+    Args: numbers: merge those with a number there; False: those with a word.
+    """
     together: dict = {}
     for pattern in found:
         if len(pattern) <= place or pattern[place][0].isdecimal() != numbers:

@@ -1,4 +1,4 @@
-"""What the reports of both sides share: rows, one per layer, their totals, a verdict, and how they are printed."""
+"""Base of all reports: one row per layer, totals, a verdict, and printing."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
-# What a comparison says instead of numbers: pictures that stock attention drew twice are the same.
+# Shown by comparisons instead of numbers: without INT8 calls both pictures come from stock attention.
 NOTHING_RAN = "no call ran in INT8"
-# Counted beside exact calls, but nobody knows what they were: another processor was in place.
+# Reason of calls that another processor ran. Nobody knows how they ran.
 UNKNOWN = "replaced"
 
 Rows = list[dict[str, Any]]
@@ -29,7 +29,8 @@ Rows = list[dict[str, Any]]
 class Column:
     """A column of a report's table.
 
-    Attributes: header. line: text for layers of equal calls, formats and reasons. total: text for all layers.
+    Attributes: header. line: function from the rows of one line to its text. total: function from all rows to the
+        text of the last line.
     """
 
     header: str
@@ -39,13 +40,15 @@ class Column:
 
 @dataclass
 class LayerReport:
-    """What really ran in a model. Printed, it begins with a verdict in words, and equal layers share a line.
+    """Report of the calls of a model's layers.
+
+    Printed, it begins with a verdict in words, and equal layers share a line.
 
     Attributes:
         rows: one dict per layer, with at least the keys "layer", "status", "note", "calls" (INT8) and "fallbacks"
-            ({reason: exact calls}).
-        notes: about the model as a whole.
-        linears: the same of the model's linear layers; None without 8-bit ones.
+            ({reason: calls that ran in 16 bit}).
+        notes: list of texts about the model as a whole.
+        linears: report of the model's linear layers; None without 8-bit ones.
     """
 
     rows: Rows
@@ -54,26 +57,27 @@ class LayerReport:
 
     @property
     def calls(self) -> int:
-        """All INT8 calls."""
+        """Number of INT8 calls in all layers."""
         return sum(row["calls"] for row in self.rows)
 
     @property
     def fallbacks(self) -> dict[str, int]:
-        """All exact calls by reason."""
+        """{reason: calls that ran in 16 bit} over all layers."""
         return total_fallbacks(self.rows)
 
     @property
     def verdict(self) -> str:
-        """What ran, in one line: "72 % of attention calls in INT8 (80 of 111); exact: short 31"."""
+        """Return a summary in one line: "72 % of attention calls in INT8 (80 of 111); exact: short 31"."""
         idle = (row for row in self.rows if not row["calls"] and not row["fallbacks"])
         unseen = counts(row["status"] for row in idle if row["status"] != "active")
         said = share("attention calls", "INT8", self.calls, self.fallbacks)
         return "; ".join([said] + [f"not counted: {unseen}"] * bool(unseen))
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything as data for JSON, every layer by itself: verdict, calls, fallbacks, rows, notes, linears.
+        """Return the report as data for JSON: verdict, calls, fallbacks, rows, notes, linears.
 
-        Numbers that are not finite, such as the error of a layer whose output is 0, are None.
+        Every layer has its own row. Numbers that are not finite become None, such as the relative error of a layer
+        with an output of 0.
         """
         linears = None if self.linears is None else self.linears.as_dict()
         said = {"verdict": self.verdict, "calls": self.calls, "fallbacks": self.fallbacks}
@@ -81,11 +85,11 @@ class LayerReport:
         return data | {"linears": linears}
 
     def table(self) -> Table:
-        """The rows as a rich.table.Table: a line for all layers of equal calls, formats and reasons."""
+        """Return a rich.table.Table with one line for all layers of equal calls, formats and reasons."""
         raise NotImplementedError
 
     def remarks(self) -> list[str]:
-        """What the notes of rows say, each once, with the layers it is about."""
+        """Return the notes of the rows, each once, with the layers concerned."""
         return [_remark(note, rows, self.rows) for note, rows in _by(self.rows, lambda row: row["note"]) if note]
 
     def print(self, console: Console | None = None) -> None:
@@ -93,7 +97,7 @@ class LayerReport:
         from rich.console import Console
 
         console = console or Console()
-        # a terminal breaks long lines between words; a file or a pipe has no width
+        # In a terminal, rich breaks long lines between words. A file or a pipe has no width to break at.
         options: dict[str, Any] = {"markup": False, "highlight": False, "soft_wrap": not console.is_terminal}
         reports = [self] if self.linears is None else [self, self.linears]
         for report in reports:
@@ -114,7 +118,11 @@ class LayerReport:
 
 
 def share(what: str, how: str, ran: int, others: dict[str, int]) -> str:
-    """ "72 % of `what` in `how` (80 of 111); exact: short 31"; calls that ran nothing in `how` say that first."""
+    """Return the verdict: "72 % of `what` in `how` (80 of 111); exact: short 31".
+
+    Says first that nothing ran if that is so.
+    Args: ran: number of calls in `how`. others: {reason: other calls}.
+    """
     every = ran + sum(others.values())
     if not every:
         return f"Nothing ran: no {what} counted"
@@ -131,10 +139,11 @@ def share(what: str, how: str, ran: int, others: dict[str, int]) -> str:
 
 
 def grouped_table(title: str, rows: Rows, kind: Callable[[dict[str, Any]], str], columns: list[Column]) -> Table:
-    """A rich.table.Table of few lines, narrow enough for 80 columns.
+    """Make a rich.table.Table with one line for all equal layers, for 80 columns.
 
-    Layers of the same `kind` (words for status and format), calls and reasons share a line, named by patterns. What
-    all layers begin with, and what kind all are of, is said once.
+    Layers of the same kind, calls and reasons share a line, with patterns as names. The common prefix of all names,
+    and a kind that all layers have, stand above the lines.
+    Args: kind: function from a row to words for its status and format.
     """
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
@@ -148,7 +157,7 @@ def grouped_table(title: str, rows: Rows, kind: Callable[[dict[str, Any]], str],
     widest = min(80, max(map(len, title.splitlines())))
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), min_width=widest)
     table.show_edge = table.pad_edge = False
-    table.add_column(Name(f"layers of {prefix}" if prefix else "layers"))  # the one that gives way to the others
+    table.add_column(Name(f"layers of {prefix}" if prefix else "layers"))  # wraps in a table that is too wide
     if len(kinds) > 1:
         table.add_column("", no_wrap=True)
     for column in columns:
@@ -163,7 +172,7 @@ def grouped_table(title: str, rows: Rows, kind: Callable[[dict[str, Any]], str],
 
 
 def lines(rows: Rows, kind: Callable[[dict[str, Any]], str]) -> list[tuple[str, Rows]]:
-    """(pattern, its rows) of layers that are equal in kind, calls and reasons, in the order of the model."""
+    """Group rows of equal kind, calls and reasons into (pattern, rows), in the order of the model."""
     found, place = [], {row["layer"]: i for i, row in reversed(list(enumerate(rows)))}
     for _, same in _by(rows, lambda row: (kind(row), row["calls"], tuple(sorted(row["fallbacks"].items())))):
         by_name: dict[str, Rows] = {}
@@ -182,7 +191,7 @@ def _by(rows: Rows, key: Callable[[dict[str, Any]], Any]) -> list[tuple[Any, Row
 
 
 def _remark(text: str, some: Rows, every: Rows, listed: int = 3) -> str:
-    """`text`, and which of all layers it is about."""
+    """Return `text` with the layers concerned. listed: most patterns to name."""
     if len(some) == len(every):
         return f"{text} (all {len(every)} layers)"
     prefix = common_prefix([row["layer"] for row in every])
@@ -192,13 +201,13 @@ def _remark(text: str, some: Rows, every: Rows, listed: int = 3) -> str:
 
 
 def remark_of(text: str, rows: Rows, name: str) -> list[str]:
-    """One line on the rows whose fraction `name` is not 0, with the largest: "up to 0.5 of …"; none where all are."""
+    """Return [one line on the rows with a non-zero `name`], such as "up to 0.5 of …"; [] without any."""
     some = [row for row in rows if row[name]]
     return [_remark(f"up to {max(row[name] for row in some):.2g} {text}", some, rows)] if some else []
 
 
 def counts(words: Iterable[str]) -> str:
-    """ "5 layers protected, 1 layer kept" of one word a layer."""
+    """Count words, one per layer: "5 layers protected, 1 layer kept"."""
     numbers: dict[str, int] = {}
     for word in words:
         numbers[word] = numbers.get(word, 0) + 1
@@ -206,7 +215,7 @@ def counts(words: Iterable[str]) -> str:
 
 
 def total_fallbacks(rows: Rows) -> dict[str, int]:
-    """{reason: exact calls} over all rows."""
+    """Return {reason: calls that ran in 16 bit} over all rows."""
     total: dict[str, int] = {}
     for row in rows:
         for reason, number in row["fallbacks"].items():
@@ -215,18 +224,18 @@ def total_fallbacks(rows: Rows) -> dict[str, int]:
 
 
 def span(rows: Rows, name: str) -> str:
-    """The value of `name` in these rows, or the least and the largest: "1-1.5"."""
+    """Return the value of `name` in these rows, or the range of values: "1-1.5"."""
     texts = [f"{pick(row[name] for row in rows):.4g}" for pick in (min, max)]
     return "-".join(dict.fromkeys(texts))
 
 
 def summed(name: str) -> Callable[[Rows], str]:
-    """What a column's total says: the sum over all layers."""
+    """Return the function for a column's total: the sum of `name` over all layers."""
     return lambda rows: f"{round(sum(row[name] for row in rows), 1):.15g}"
 
 
 def exact_column() -> Column:
-    """Exact calls with their reasons, one under the other."""
+    """Return the column of calls that ran in 16 bit, with one reason below the other."""
     return Column(
         "exact\neach",
         lambda rows: reasons(rows[0]["fallbacks"], "\n"),
@@ -235,13 +244,13 @@ def exact_column() -> Column:
 
 
 class Name:
-    """A layer's name in a table: where it is too wide it breaks at dots and commas."""
+    """A layer's name in a table; breaks at dots and commas if it is too wide."""
 
     def __init__(self, text: str) -> None:
         self.text = text
 
     def _pieces(self, width: int) -> list[str]:
-        whole = re.findall(r".+?(?:,|\.(?!\d)|$)", self.text)  # a list and its numbers stay together, where they can
+        whole = re.findall(r".+?(?:,|\.(?!\d)|$)", self.text)  # a list and its numbers stay together if they fit
         return [
             part for piece in whole for part in (re.findall(r"[^.]*\.?", piece) if len(piece) > width else [piece])
         ]
@@ -264,7 +273,10 @@ class Name:
 
 
 def ratios(signal: float, noise: float) -> dict[str, Any]:
-    """What a probe says of two sums of squares: themselves, sqnr_db (+inf without noise), rel_l2."""
+    """Return the error measures of two sums of squares, of a signal and of its error.
+
+    Keys: signal, noise, sqnr_db (+inf without noise), rel_l2.
+    """
     if noise == 0:
         sqnr, relative = math.inf, 0.0
     else:
@@ -274,5 +286,5 @@ def ratios(signal: float, noise: float) -> dict[str, Any]:
 
 
 def reasons(fallbacks: dict[str, int], between: str = ", ") -> str:
-    """{reason: exact calls} in words."""
+    """Return {reason: calls} in words: "short 31, window 2"; "0" without any."""
     return between.join(f"{reason} {number}" for reason, number in fallbacks.items()) or "0"

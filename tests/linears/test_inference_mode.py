@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import sage_processors as sp
-from sage_processors.inference_mode import AsUnderNoGrad, counts_writes
+from sage_processors.torch_modes import AsUnderNoGrad, counts_writes
 from tests.linears.counting import OpCounter, relative_error
 from tests.linears.test_same_bits import NAMES, cast
 from tests.support.combinations import shows  # noqa: F401

@@ -297,11 +297,11 @@ def test_what_stands_against_waiting_is_seen_and_said(kind):
         model(**inputs)
         blocks = list(swap._blocks.values())
         assert [block._sage_enclosure.obstacle for block in blocks] == [""] * len(blocks)
-        assert not any("wait" in note for note in swap.report().notes)
+        assert not any("postponed" in note for note in swap.report().notes)
         OBSTACLES[kind](blocks[0])
         assert not blocks[0]._sage_enclosure.is_closed(blocks[0])
         assert all(block._sage_enclosure.is_closed(block) for block in blocks[1:])
-        said = [note for note in swap.report().notes if "wait" in note]
+        said = [note for note in swap.report().notes if "postponed" in note]
         assert len(said) == 1 and f"1 of {len(blocks)} blocks" in said[0]
 
 

@@ -83,6 +83,17 @@ def test_the_committed_page_is_what_the_generator_makes():
     assert PAGE.read_text(encoding="utf-8") == page(cases(), read_outcomes()), "run `make cases`"
 
 
+def test_the_cpu_column_stays_where_nothing_was_run(tmp_path, monkeypatch):
+    outcome_file(tmp_path, "cpu", kernel_sources="these")
+    text = page(cases(), read_outcomes(tmp_path, "these"))
+    monkeypatch.setattr(case_table, "PAGE", tmp_path / "CASES.md")
+    (tmp_path / "CASES.md").write_text(text)
+    (tmp_path / "cpu.json").unlink()
+    assert page(cases(), read_outcomes(tmp_path, "these")) == text and "kernels these," in text
+    again = read_outcomes(tmp_path, "others")["CPU"]
+    assert again["cases"] == {"V01": "passed, of other sources"} and again["where"][0].endswith(", of other sources")
+
+
 def test_a_run_that_was_stopped_is_named_so(tmp_path):
     meta = {"gpu": "a GPU", "torch": "2", "triton": "3", "date": "today", "commit": "abc"}
     for name, finished in (("gpu", False), ("two_gpus", True)):

@@ -94,7 +94,7 @@ BELOW = {
     "sage_processors": SHARED,
     POSTPONED: SHARED,
     f"{LINEARS}.compiled": SHARED | {POSTPONED},
-    f"{LINEARS}.weights": SHARED | {POSTPONED, f"{LINEARS}.compiled"},
+    f"{LINEARS}.weights": SHARED | {POSTPONED},
     f"{LINEARS}.postponed": SHARED | {POSTPONED, f"{LINEARS}.weights"},
     LINEARS: SHARED | {POSTPONED} | LINEARS_ALL,
     f"{DIFFUSION}.host": SHARED | {POSTPONED},

@@ -307,7 +307,7 @@ def test_Q33_processes_that_save_at_once_never_mix(tmp_path):
     write_whole(path, b"a" * 4096)
     program = f"""
         import importlib.util, pathlib, sys
-        where = {str(ROOT / "sage_processors" / "whole_file.py")!r}
+        where = {str(ROOT / "sage_processors" / "files" / "whole_file.py")!r}
         spec = importlib.util.spec_from_file_location("whole_file", where)
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)

@@ -1,6 +1,7 @@
-"""Input checks of the ops, and the only place that raises on inputs: which argument, what it got, what is expected.
+"""Input checks of the ops, before any launch: the only place that raises for wrong inputs.
 
-May import torch and the ground floor (recipe, numerics, state, compat); no op, no kernel.
+A message says which argument, what it got, what is expected and, where that helps, a remedy. May import torch, compat
+and facts; no op, no kernel.
 """
 
 from .attention import REASONS, unsupported

@@ -1,4 +1,4 @@
-"""Input checks of `sage_attention`, and why a call can't be one of it (`unsupported`).
+"""Input checks of `sage_attention` and `mixed_attention`, and reasons why a call is unsupported.
 
 A message says which argument, what it got, what is expected and what to do about it.
 """
@@ -11,14 +11,24 @@ import torch
 
 from ..compat import differentiates_forward, has_tangent
 from ..facts.numerics import padded_head_dim
-from ..facts.recipe import DEFAULT_RECIPE, MIXED_RECIPE, RECIPES, ROTATIONS, SCALINGS
+from ..facts.recipe import BLOCK, DEFAULT_RECIPE, MIXED_RECIPE, RECIPES, ROTATIONS, SCALINGS, Mixed
 from ..facts.state import COUNT_FIELDS, PLAN_FIELDS, STAT_FIELDS, HeadState
 from .numbers import check_size, check_softcap, check_window
-from .tensors import DTYPES, MAX_HEAD_DIM, check_no_tangent, check_strided, check_writable, is_strided
+from .tensors import (
+    DTYPES,
+    MAX_HEAD_DIM,
+    broadcasts,
+    check_inference,
+    check_mask,
+    check_strided,
+    check_writable,
+    is_strided,
+)
 
 
 CAUSAL = ("top_left", "bottom_right")
-# what `unsupported` returns
+_MOST_BLOCKS = 2**15 - 1  # mixed attention lists blocks as int16
+# The results of `unsupported`
 REASONS = (
     "dropout",
     "not_a_tensor",
@@ -49,7 +59,7 @@ def unsupported(
     is_causal: bool = False,
     enable_gqa: bool = False,
 ) -> str | None:
-    """Why `sage_attention` can't do this call, as a short stable name, or None.
+    """Return the reason why `sage_attention` can't do this call, as a short stable name, or None.
 
     Looks at shapes, dtypes and flags only: no device sync, traceable by Dynamo. Layout of q, k, v: [B, S, H, D].
 
@@ -73,7 +83,7 @@ def unsupported(
         return "requires_grad"
     if differentiates_forward() and (has_tangent(q) or has_tangent(k) or has_tangent(v)):
         return "requires_grad"
-    # read once: every read of a shape makes a tuple anew
+    # read once: every read of a shape builds a new tuple
     batch, seq_q, heads, head_dim = q.shape
     k_batch, seq_kv, kv_heads, k_head_dim = k.shape
     v_batch, v_seq_kv, v_heads, v_head_dim = v.shape
@@ -97,19 +107,11 @@ def unsupported(
         return "mask_type"
     if attn_mask.dtype != torch.bool and attn_mask.dtype not in DTYPES:
         return "mask_type"
-    if not _broadcasts(attn_mask, q, k):
+    if not broadcasts(attn_mask, (batch, heads, seq_q, seq_kv)):
         return "mask_shape"
     if (torch.is_grad_enabled() and attn_mask.requires_grad) or has_tangent(attn_mask):
         return "requires_grad"
     return None
-
-
-def _broadcasts(mask: Any, q: torch.Tensor, k: torch.Tensor) -> bool:
-    """Whether `mask` broadcasts to [B, H, S_q, S_kv]."""
-    wanted = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
-    return 1 <= mask.dim() <= 4 and all(
-        got in (1, want) for got, want in zip(mask.shape, wanted[4 - mask.dim() :], strict=True)
-    )
 
 
 def check_masking(
@@ -138,12 +140,8 @@ def check_masking(
                 f"sinks: got {sinks.dtype} {tuple(sinks.shape)} on {sinks.device}, expected a floating point tensor "
                 f"[{q.shape[2]}] (one logit a head) on {q.device}"
             )
-        if torch.is_grad_enabled() and sinks.requires_grad:
-            raise NotImplementedError(
-                "sinks: got requires_grad=True with grad enabled, expected inference: no backward"
-            )
         check_strided("sinks", sinks)
-        check_no_tangent("sinks", sinks)
+        check_inference("sinks", sinks)
     if attn_mask is None:
         return
     if not isinstance(attn_mask, torch.Tensor):
@@ -153,30 +151,16 @@ def check_masking(
         raise ValueError(
             f"attn_mask: got a mask and causal={causal!r}, expected one of them; fold causality into the mask"
         )
-    if attn_mask.dtype != torch.bool and attn_mask.dtype not in DTYPES:
-        raise TypeError(
-            f"attn_mask: got dtype {attn_mask.dtype}, expected bool (True: visible) or float16, bfloat16, float32; "
-            "for 0/1 integers pass mask.bool()"
-        )
     if attn_mask.device != q.device:
         raise ValueError(f"attn_mask: got device {attn_mask.device}, expected q's {q.device}")
-    if not _broadcasts(attn_mask, q, k):
-        wanted = [q.shape[0], q.shape[2], q.shape[1], k.shape[1]]
-        raise ValueError(
-            f"attn_mask: got shape {tuple(attn_mask.shape)}, expected one that broadcasts to [B, H, S_q, S_kv] "
-            f"= {wanted}"
-        )
-    if torch.is_grad_enabled() and attn_mask.requires_grad:
-        raise NotImplementedError(
-            "attn_mask: got requires_grad=True with grad enabled, expected inference: there is no backward"
-        )
-    check_no_tangent("attn_mask", attn_mask)
+    check_mask(attn_mask, (q.shape[0], q.shape[2], q.shape[1], k.shape[1]), "[B, H, S_q, S_kv]")
+    check_inference("attn_mask", attn_mask)
 
 
 def check_attention_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Raise TypeError, ValueError or NotImplementedError unless q, k, v are inputs that `sage_attention` can take."""
+    """Raise unless `sage_attention` can take q, k and v: TypeError, ValueError or NotImplementedError."""
     if unsupported(q, k, v, enable_gqa=True) in (None, "empty"):
-        return  # the same questions in half the time; what follows finds the words for the first that fails
+        return  # half the time of what follows, which finds the message for the first fault
     named = (("q", q), ("k", k), ("v", v))
     for name, x in named:
         if not isinstance(x, torch.Tensor):
@@ -219,15 +203,9 @@ def check_attention_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) ->
         raise NotImplementedError(
             f"head_dim: got {head_dim}, expected 1 to {MAX_HEAD_DIM}; use scaled_dot_product_attention for this layer"
         )
-    if torch.is_grad_enabled():
-        for name, x in named:
-            if x.requires_grad:
-                raise NotImplementedError(
-                    f"{name}: got requires_grad=True with grad enabled, expected inference: there is no backward; "
-                    "wrap the call in torch.no_grad() or use scaled_dot_product_attention for training"
-                )
     for name, x in named:
-        check_no_tangent(name, x)
+        remedy = "wrap the call in torch.no_grad() or use scaled_dot_product_attention for training"
+        check_inference(name, x, remedy)
 
 
 def check_options(
@@ -240,7 +218,7 @@ def check_options(
     rotation: str = "none",
     smooth_k: bool | None = None,
 ) -> None:
-    """Raise unless the options of `sage_attention` are ones it knows, and its recipe has."""
+    """Raise unless `sage_attention` knows the options and its recipe has them."""
     if recipe == MIXED_RECIPE:
         raise ValueError(
             f"recipe: got {recipe!r}, expected one of {sorted(RECIPES)}; mixed precision has options of its own: call "
@@ -273,8 +251,8 @@ def check_options(
 
 
 def _check_plain(recipe: str, scaling: str, state: Any, smooth_k: bool | None) -> None:
-    """Raise unless the options are those of a recipe whose Q and K are rounded as they are."""
-    has = f"a scale a token of Q and K as they are; {DEFAULT_RECIPE!r} has all of it"
+    """Raise unless the options fit a recipe without centre, balance and plans."""
+    has = f"one scale per token of Q and K, and nothing else; {DEFAULT_RECIPE!r} has all of it"
     if scaling not in RECIPES[recipe].scalings:
         raise ValueError(f"scaling: got {scaling!r} with recipe {recipe!r}, expected 'per_token': it has {has}")
     if state is not None:
@@ -284,9 +262,10 @@ def _check_plain(recipe: str, scaling: str, state: Any, smooth_k: bool | None) -
 
 
 def check_state(state: HeadState, q_shape: torch.Size, kv_heads: int, device: torch.device) -> None:
-    """Raise unless `state` has the layout of `new_head_state`, wide enough for q [B, S_q, H, D], on its device.
+    """Raise unless `state` has the layout of `new_head_state`, wide enough for q [B, S_q, H, D].
 
-    That row + kv_heads stays inside is the owner's duty (row lives on the device; reading it would sync).
+    It also has to be on the device. That row + kv_heads stays inside is up to the owner: row lives on the device, and
+    reading it would sync.
     """
     batch, seq_q, heads, head_dim = q_shape
     for name, x in zip(HeadState._fields, state, strict=True):
@@ -314,7 +293,7 @@ def check_state(state: HeadState, q_shape: torch.Size, kv_heads: int, device: to
                 f"expected contiguous {dtype} {shape} on {device}"
             )
     if state.row_max.numel() and state.row_max_next.numel():
-        raise ValueError("state.row_max_next: got one beside state.row_max, expected it empty")
+        raise ValueError("state.row_max_next: got elements beside those of state.row_max, expected an empty tensor")
     channels = padded_head_dim(head_dim)
     if rows < kv_heads or width < channels:
         raise ValueError(
@@ -322,3 +301,17 @@ def check_state(state: HeadState, q_shape: torch.Size, kv_heads: int, device: to
         )
     for name in ("stats", "counts", "row_max", "row_max_next"):
         check_writable(f"state.{name}", getattr(state, name))
+
+
+def check_mixed(q: Any, k: Any, v: Any, options: Any, causal: Any, scale: Any) -> None:
+    """Raise unless `mixed_attention` can do this call: TypeError, ValueError or NotImplementedError."""
+    if not isinstance(options, Mixed):
+        raise TypeError(f"options: got {type(options).__name__}, expected sage_kernels.Mixed")
+    check_options(DEFAULT_RECIPE, "per_token", scale, None)
+    check_attention_inputs(q, k, v)
+    check_masking(q, k, None, causal, None, None)
+    if k.shape[1] > BLOCK * _MOST_BLOCKS:
+        raise NotImplementedError(
+            f"k: got {k.shape[1]} tokens, expected at most {BLOCK * _MOST_BLOCKS} with recipe 'mixed'; use "
+            f"sage_attention with recipe={DEFAULT_RECIPE!r}"
+        )

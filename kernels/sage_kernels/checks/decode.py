@@ -1,11 +1,11 @@
-"""Input checks of the INT8 cache's ops: which argument, what it got, what is expected, what to do about it."""
+"""Input checks of the ops of the INT8 KV cache."""
 
 from __future__ import annotations
 
 import torch
 
 from .numbers import INT64_MAX, check_size, check_softcap, check_window, short
-from .tensors import DTYPES, MAX_HEAD_DIM, check_no_tangent, check_strided, check_writable
+from .tensors import DTYPES, MAX_HEAD_DIM, check_inference, check_mask, check_strided, check_writable
 
 
 def _is_number(x) -> bool:
@@ -13,7 +13,10 @@ def _is_number(x) -> bool:
 
 
 def check_buffers(k_codes, k_scale, v_codes, v_scale, k_mean, k_balance=None) -> None:
-    """Raise unless the tensors are an INT8 cache: codes int8 [B, H_kv, S, D], scales bf16 [B, H_kv, S]."""
+    """Raise unless the tensors are an INT8 KV cache: int8 codes [B, H_kv, S, D] with bf16 scales.
+
+    Scales are [B, H_kv, S]; k_mean and k_balance fp32 [B, H_kv, D] or None.
+    """
     for name, x in (("k_codes", k_codes), ("k_scale", k_scale), ("v_codes", v_codes), ("v_scale", v_scale)):
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name}: got {type(x).__name__}, expected a torch.Tensor")
@@ -57,7 +60,10 @@ def check_buffers(k_codes, k_scale, v_codes, v_scale, k_mean, k_balance=None) ->
 
 
 def check_append(k, v, k_mean, k_codes, k_scale, v_codes, v_scale, position, ring, k_balance=None) -> None:
-    """Raise unless k and v fit the cache and, where the host knows the position, its capacity."""
+    """Raise unless k and v fit the cache and its capacity.
+
+    The capacity is checked where the host knows the position.
+    """
     check_buffers(k_codes, k_scale, v_codes, v_scale, k_mean, k_balance)
     for name, x in (("k_codes", k_codes), ("k_scale", k_scale), ("v_codes", v_codes), ("v_scale", v_scale)):
         check_writable(name, x)
@@ -75,12 +81,7 @@ def check_append(k, v, k_mean, k_codes, k_scale, v_codes, v_scale, position, rin
             )
         if x.device != k_codes.device:
             raise ValueError(f"{name}: got device {x.device}, expected the cache's {k_codes.device}")
-        if torch.is_grad_enabled() and x.requires_grad:
-            raise NotImplementedError(
-                f"{name}: got requires_grad=True with grad enabled, expected inference: codes carry no gradient; "
-                "wrap the call in torch.no_grad()"
-            )
-        check_no_tangent(name, x)
+        check_inference(name, x)
     if v.shape != k.shape or v.dtype != k.dtype:
         raise ValueError(
             f"v: got {v.dtype} {tuple(v.shape)}, expected k's {k.dtype} {tuple(k.shape)}: one value for each key"
@@ -97,7 +98,7 @@ def check_append(k, v, k_mean, k_codes, k_scale, v_codes, v_scale, position, rin
     elif position < 0:
         raise ValueError(f"position: got {short(position)}, expected 0 or more")
     elif isinstance(position, int) and position > INT64_MAX - number:
-        raise ValueError(f"position: got {short(position)}, expected an int64, the new tokens included")
+        raise ValueError(f"position: got {short(position)}, expected an int64 even after the new tokens")
     elif not ring and position + number > capacity:
         raise ValueError(
             f"position: got {position} with {number} new tokens, expected at most {capacity} in all, the cache's "
@@ -126,12 +127,7 @@ def check_decode_inputs(q, k_codes, k_scale, v_codes, v_scale, k_mean, lengths, 
         raise ValueError(f"q: got head_dim {q.shape[3]}, expected the cache's {head_dim}")
     if kv_heads == 0 or q.shape[2] % kv_heads:
         raise ValueError(f"q: got {q.shape[2]} heads, expected a multiple of the cache's {kv_heads}")
-    if torch.is_grad_enabled() and q.requires_grad:
-        raise NotImplementedError(
-            "q: got requires_grad=True with grad enabled, expected inference: there is no backward; wrap the call in "
-            "torch.no_grad()"
-        )
-    check_no_tangent("q", q)
+    check_inference("q", q)
     if lengths is not None:
         if not isinstance(lengths, torch.Tensor):
             raise TypeError(f"lengths: got {type(lengths).__name__}, expected an integer tensor [] or [B], or None")
@@ -144,7 +140,7 @@ def check_decode_inputs(q, k_codes, k_scale, v_codes, v_scale, k_mean, lengths, 
 
 
 def check_decode_options(q, k_codes, attn_mask, causal, window, softcap, sinks, scale) -> None:
-    """Raise unless mask and options are ones that `sage_decode_attention` knows."""
+    """Raise unless `sage_decode_attention` knows the mask and the options."""
     if causal not in (False, True, "bottom_right"):
         raise ValueError(
             f'causal: got {causal!r}, expected False or "bottom_right" (or True): the queries are the last tokens'
@@ -164,29 +160,11 @@ def check_decode_options(q, k_codes, attn_mask, causal, window, softcap, sinks, 
         check_strided(name, x)
         if x.device != q.device:
             raise ValueError(f"{name}: got device {x.device}, expected q's {q.device}")
-        if torch.is_grad_enabled() and x.requires_grad:
-            raise NotImplementedError(
-                f"{name}: got requires_grad=True with grad enabled, expected inference: there is no backward"
-            )
-        check_no_tangent(name, x)
+        check_inference(name, x)
     if sinks is not None and (not sinks.is_floating_point() or tuple(sinks.shape) != (q.shape[2],)):
         raise ValueError(
             f"sinks: got {sinks.dtype} {tuple(sinks.shape)}, expected a floating point tensor [{q.shape[2]}], one "
             "logit a head"
         )
-    if attn_mask is None:
-        return
-    if attn_mask.dtype != torch.bool and attn_mask.dtype not in DTYPES:
-        raise TypeError(
-            f"attn_mask: got dtype {attn_mask.dtype}, expected bool (True: visible) or float16, bfloat16, float32; "
-            "for 0/1 integers pass mask.bool()"
-        )
-    wanted = (q.shape[0], q.shape[2], q.shape[1], k_codes.shape[2])
-    fits = 1 <= attn_mask.dim() <= 4 and all(
-        got in (1, want) for got, want in zip(attn_mask.shape, wanted[4 - attn_mask.dim() :], strict=True)
-    )
-    if not fits:
-        raise ValueError(
-            f"attn_mask: got shape {tuple(attn_mask.shape)}, expected one that broadcasts to [B, H, S_q, S] = "
-            f"{list(wanted)}"
-        )
+    if attn_mask is not None:
+        check_mask(attn_mask, (q.shape[0], q.shape[2], q.shape[1], k_codes.shape[2]), "[B, H, S_q, S]")

@@ -1,4 +1,4 @@
-"""Input checks of `qk_norm_rope`: which argument, what it got, what is expected, before any launch."""
+"""Input checks of `qk_norm_rope`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from .tensors import DTYPES, MAX_HEAD_DIM, check_tensor
 
 
 def check_heads(q, k, q_weight, k_weight, norm, eps, cos, sin) -> None:
+    """Raise unless `qk_norm_rope` can do this call: TypeError, ValueError or NotImplementedError."""
     for name, x in (("q", q), ("k", k), ("q_weight", q_weight), ("k_weight", k_weight), ("cos", cos), ("sin", sin)):
         if not isinstance(x, (list, tuple)):
             raise TypeError(f"{name}: got {type(x).__name__}, expected a list with one tensor for each part")

@@ -1,4 +1,4 @@
-"""Input checks of the 8-bit linear layers: which argument, what it got, what is expected, before any launch."""
+"""Input checks of the ops of 8-bit linear layers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ ACTIVATIONS = ("none", "gelu", "gelu_tanh", "silu", *GATED)
 
 
 def check_activation(x, format, norm, weight, bias, eps, gain, shift, balance, beside=None, *, prefix="") -> None:
-    """prefix: of the names of the norm's own weight and bias, where there are others."""
+    """Raise unless `quantize_activation` can do this call.
+
+    prefix: put before "weight" and "bias" in messages, where an op calls the norm's by other names.
+    """
     _check_rows(x)
     columns = x.shape[-1]
     if beside is not None:
@@ -47,6 +50,7 @@ def check_activation(x, format, norm, weight, bias, eps, gain, shift, balance, b
 
 
 def check_weight(weight, format, balance, is_gated: bool) -> None:
+    """Raise unless `quantize_weight` can do this call. Reads the weight: syncs on a GPU."""
     check_tensor("weight", weight, DTYPES)
     _check_choice("format", format, CODE_TYPES)
     if weight.dim() != 2 or 0 in weight.shape:
@@ -66,6 +70,7 @@ def check_weight(weight, format, balance, is_gated: bool) -> None:
 
 
 def check_linear(x, weight, bias, activation, gate, residual, dtype) -> None:
+    """Raise unless `quantized_linear` can do this call."""
     for name, rows in (("x", x), ("weight", weight)):
         check_quantized(name, rows, tuple(CODE_TYPES.values()))
     (codes, _), (w_codes, _) = x, weight
@@ -98,6 +103,7 @@ def check_linear(x, weight, bias, activation, gate, residual, dtype) -> None:
 
 
 def check_weight_only(x, weight, bias) -> None:
+    """Raise unless `weight_only_linear` can do this call."""
     _check_rows(x)
     check_quantized("weight", weight, (torch.int8,))
     codes = weight[0]
@@ -122,6 +128,7 @@ def _check_rows(x) -> None:
 
 
 def check_quantized(name: str, rows, dtypes) -> None:
+    """Raise unless rows is (codes, scale) with codes of one of the dtypes and one fp32 scale a row."""
     if not (isinstance(rows, tuple) and len(rows) == 2):
         raise TypeError(f"{name}: got {type(rows).__name__}, expected QuantizedRows (codes, scale)")
     codes, scale = rows
@@ -143,6 +150,7 @@ def _check_broadcasts(name: str, x, shape) -> None:
 
 
 def _refuse_gradients(**tensors) -> None:
+    """Raise for a tensor with requires_grad, except for weights and biases that are parameters."""
     if not torch.is_grad_enabled():
         return
     for name, x in tensors.items():

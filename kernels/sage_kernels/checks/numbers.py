@@ -1,4 +1,4 @@
-"""Python numbers among the arguments: an int may be beyond every float, and beyond an int64."""
+"""Checks of Python numbers: an int may be larger than any float, or than an int64."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ INT64_MAX = 2**63 - 1
 
 
 def short(number: int | float | torch.SymInt) -> str:
-    """A number for a message: not all the digits of an int that has thousands."""
+    """Return a number for a message, without all the digits of an int that has thousands."""
     if isinstance(number, int) and number.bit_length() > 100:
         return f"an int of {number.bit_length()} bits"
     return str(number)
 
 
 def check_size(name: str, number, meaning: str = "") -> None:
-    """Raise unless a Python number is finite as a float, and >= 0. Symbolic ones are known when they are used."""
+    """Raise unless a Python number is finite as a float and >= 0.
+
+    Symbolic numbers of a compiler pass: they are known only later.
+    """
     # compared, not converted: a Python int may be beyond any float
     if isinstance(number, (int, float)) and not 0 <= number <= sys.float_info.max:
         raise ValueError(f"{name}: got {short(number)}, expected a finite number >= 0{meaning}")
@@ -32,7 +35,7 @@ def check_softcap(softcap) -> None:
 
 
 def check_window(window) -> None:
-    """Raise unless window is an int from 1 on, at most an int64."""
+    """Raise unless window is an int >= 1 that fits an int64."""
     if isinstance(window, bool) or not isinstance(window, (int, torch.SymInt)):
         raise TypeError(f"window: got {type(window).__name__}, expected an int or None")
     if window < 1:

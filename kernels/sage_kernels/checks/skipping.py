@@ -1,4 +1,4 @@
-"""What `sage_attention` asks of lists of key tiles."""
+"""Input checks of lists of key tiles to skip."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .tensors import check_writable
 def check_skip(
     skip: SkipState, q: torch.Tensor, k: torch.Tensor, state: Any, masking: tuple[Any, ...], recipe: str
 ) -> None:
-    """Raise unless the lists are of this call, q [B, S_q, H, D] and k [B, S_kv, H_kv, D], on its device.
+    """Raise unless the lists fit this call, q [B, S_q, H, D] and k [B, S_kv, H_kv, D], and its device.
 
     masking: attn_mask, causal, window, softcap, sinks.
     """
@@ -25,7 +25,7 @@ def check_skip(
             "skip: got lists in code that torch.compile traces, expected a call outside of it or inside of an op"
         )
     if state is None:
-        raise ValueError("skip: got lists without a state, expected state=, which carries scales from step to step")
+        raise ValueError("skip: got lists without a state, expected state=, which keeps scales from step to step")
     if RECIPES[recipe].qk != "int8":
         raise NotImplementedError(
             f"skip: got lists with recipe {recipe!r}, expected one with Q and K in INT8: tiles are measured by those "

@@ -1,4 +1,4 @@
-"""What every op asks of a tensor: dtype, head_dim, strides, that it can be written, that nothing differentiates it."""
+"""Checks of tensors that all ops share: dtype, device, strides, masks, gradients."""
 
 from __future__ import annotations
 
@@ -16,18 +16,25 @@ MAX_HEAD_DIM = 256
 
 
 def is_strided(x: torch.Tensor) -> bool:
-    """Whether the elements of a tensor lie in memory by strides: not sparse, nested or blocked for some library."""
+    """Return True if the elements of a tensor lie in memory by strides.
+
+    False for sparse and nested tensors, and for those in the blocked layout of some library.
+    """
     return x.layout is torch.strided and not x.is_nested
 
 
 def check_strided(name: str, x: torch.Tensor) -> None:
+    """Raise TypeError unless x is a strided tensor."""
     if not is_strided(x):
         got = "a nested tensor" if x.is_nested else f"layout {x.layout}"
         raise TypeError(f"{name}: got {got}, expected a strided tensor; pass {name}.to_dense(), or pad it")
 
 
 def check_tensor(name: str, x, dtypes: tuple[torch.dtype, ...], device: torch.device | None = None) -> None:
-    """Raise unless x is a strided tensor of one of the dtypes, without a tangent, on the device if one is given."""
+    """Raise unless x is a strided tensor of one of the dtypes, without a tangent.
+
+    device: where x has to be; None: anywhere.
+    """
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{name}: got {type(x).__name__}, expected a tensor")
     check_strided(name, x)
@@ -39,7 +46,7 @@ def check_tensor(name: str, x, dtypes: tuple[torch.dtype, ...], device: torch.de
 
 
 def check_writable(name: str, x: torch.Tensor) -> None:
-    """Raise for a view through which nothing can be written: PyTorch resolves it into a copy."""
+    """Raise for a view with its negative bit set: PyTorch would write to a copy of it."""
     if not torch.compiler.is_compiling() and x.is_neg():
         raise ValueError(
             f"{name}: got a view with its negative bit set, expected memory to write to; pass {name}.resolve_neg()"
@@ -55,8 +62,41 @@ def check_no_tangent(name: str, x: torch.Tensor) -> None:
         )
 
 
+def check_inference(name: str, x: torch.Tensor, remedy: str = "wrap the call in torch.no_grad()") -> None:
+    """Raise where the result would need a gradient with respect to x, or a forward-mode derivative."""
+    if torch.is_grad_enabled() and x.requires_grad:
+        raise NotImplementedError(
+            f"{name}: got requires_grad=True with grad enabled, expected inference: there is no backward; {remedy}"
+        )
+    check_no_tangent(name, x)
+
+
+def broadcasts(mask: torch.Tensor, wanted: tuple[int, int, int, int]) -> bool:
+    """Return True if an attention mask of 1 to 4 dimensions broadcasts to the shape."""
+    return 1 <= mask.dim() <= 4 and all(
+        got in (1, want) for got, want in zip(mask.shape, wanted[4 - mask.dim() :], strict=True)
+    )
+
+
+def check_mask(mask: torch.Tensor, wanted: tuple[int, int, int, int], axes: str) -> None:
+    """Raise unless an attention mask has a dtype and a shape that fit. axes: names of the dimensions."""
+    if mask.dtype != torch.bool and mask.dtype not in DTYPES:
+        raise TypeError(
+            f"attn_mask: got dtype {mask.dtype}, expected bool (True: visible) or float16, bfloat16, float32; for 0/1 "
+            "integers pass mask.bool()"
+        )
+    if not broadcasts(mask, wanted):
+        raise ValueError(
+            f"attn_mask: got shape {tuple(mask.shape)}, expected one that broadcasts to {axes} = {list(wanted)}"
+        )
+
+
 class _OfThread(threading.local):
-    """Attributes: constant: what this thread calls an op with has no tangents, and is known to have none."""
+    """State of one thread.
+
+    Attributes:
+        constant: the thread calls an op with tensors that were found to have no tangents.
+    """
 
     constant = False
 
@@ -66,7 +106,7 @@ _of_thread = _OfThread()
 
 @contextmanager
 def without_tangents() -> Iterator[None]:
-    """Around a call of an op by one who has looked at its tensors: `check_called_below`."""
+    """Context of a call of an op with tensors that were checked for tangents: see `check_called_below`."""
     before, _of_thread.constant = _of_thread.constant, True
     try:
         yield
@@ -75,9 +115,9 @@ def without_tangents() -> Iterator[None]:
 
 
 def check_called_below(op: str) -> None:
-    """Raise where an op was called by its own name while forward-mode differentiation is under way.
+    """Raise where user code calls an op of `torch.ops` by name under forward-mode differentiation.
 
-    A transform of torch.func hides tangents from an op's implementation, and makes zeros of those of its result.
+    A transform of torch.func hides tangents from an op's implementation, and sets the tangents of its result to zero.
     """
     if is_differentiating_forward() and not _of_thread.constant:
         raise NotImplementedError(

@@ -1,4 +1,4 @@
-"""Input checks of `sage_attention_varlen`: which argument, what it got, what is expected, before any launch."""
+"""Input checks of `sage_attention_varlen`."""
 
 from __future__ import annotations
 
@@ -30,8 +30,10 @@ def check_varlen(
     scale: Any,
     rotation: Any,
 ) -> None:
-    """Raise TypeError, ValueError or NotImplementedError unless it is a call of `sage_attention_varlen`; of the
-    lengths, all but their values."""
+    """Raise unless `sage_attention_varlen` can do this call, values of the lengths aside.
+
+    TypeError, ValueError or NotImplementedError.
+    """
     check_options(recipe, scaling, scale, None, softcap, None, rotation)
     if scaling == "per_head":
         raise NotImplementedError(
@@ -94,7 +96,7 @@ def check_lengths(
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
 ) -> None:
-    """Raise ValueError unless the lengths are some of these tensors. Reads them: for tensors on a CPU."""
+    """Raise ValueError unless the cumulative lengths fit the tensors. Reads them: for tensors on a CPU."""
     for name, x, cu_seqlens, longest in (
         ("q", q, cu_seqlens_q, max_seqlen_q),
         ("k", k, cu_seqlens_k, max_seqlen_k),

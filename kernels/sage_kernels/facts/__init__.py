@@ -1,4 +1,4 @@
-"""Recipes, rounding, masks and the layout of state: what ops, reference and kernels agree on.
+"""Recipes, rounding, masks and state layout: all that ops, reference and kernels agree on.
 
-May import torch, and nothing else of this package.
+May import torch, and nothing else of this package but, lazily, the version checks of _triton/compat.
 """

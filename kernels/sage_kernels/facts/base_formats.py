@@ -1,7 +1,7 @@
-"""Q and K in the formats that most blocks of mixed attention have, rounded where the kernels round.
+"""Number formats of Q and K in the cheap blocks of mixed attention, rounded where the kernels round.
 
 A format is codes, numbers that a matrix unit multiplies exactly, and one fp32 scale a token: x ≈ codes · scale. In FP4
-the codes hold the scales of their groups: at most 6 significant bits, which fp16 and bf16 have.
+the codes include the scales of their groups: at most 6 significant bits, which fit fp16 and bf16.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from .recipe import AMAX_FLOOR, E2M1_MAX, E4M3_MAX, FP4_GROUPS, INT4_MAX, INT8_M
 
 
 def round_to_e2m1(x: torch.Tensor) -> torch.Tensor:
-    """x fp32 to the nearest of 0, ±0.5, ±1, ±1.5, ±2, ±3, ±4, ±6: ties to even mantissas, saturating."""
+    """Round fp32 to 0, ±0.5, ±1, ±1.5, ±2, ±3, ±4 or ±6: ties to even mantissas, saturating."""
     x = x.clamp(-E2M1_MAX, E2M1_MAX)
     size = x.abs()
     half = torch.full_like(size, 0.5)
@@ -22,7 +22,7 @@ def round_to_e2m1(x: torch.Tensor) -> torch.Tensor:
 
 
 def base_codes(x: torch.Tensor, base: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """x fp32 [..., D] → codes fp32 [..., D] and scale [..., 1], of one of recipe.BASES."""
+    """Codes fp32 [..., D] and scale [..., 1] of x fp32 [..., D], in one of recipe.BASES."""
     amax = x.abs().amax(-1, keepdim=True).clamp_min(AMAX_FLOOR)
     if base in ("int8", "int4"):
         most = INT8_MAX if base == "int8" else INT4_MAX
@@ -43,6 +43,6 @@ def base_codes(x: torch.Tensor, base: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _power_above(x: torch.Tensor) -> torch.Tensor:
-    """The smallest power of two that is not below x > 0."""
+    """Smallest power of two >= x, for x > 0."""
     bits = x.contiguous().view(torch.int32)
     return ((bits + 0x7FFFFF) & 0x7F800000).view(torch.float32)

@@ -1,7 +1,7 @@
-"""How many query-key blocks a row of blocks sees, and how many of them a budget acts on: whole numbers,
-known before anything runs.
+"""Counts of query-key blocks: those visible to a row of blocks, and those a budget acts on.
 
-A block has BLOCK keys, and BLOCK query rows where block_q does not say otherwise.
+All are whole numbers, known before anything runs. A block has BLOCK keys, and BLOCK query rows unless block_q says
+otherwise.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MILLION = 1_000_000  # shares are handed to kernels in millionths, so that both 
 
 
 def has_fp4(device: torch.device) -> bool:
-    """Whether its matrix units multiply FP4 with scales of groups: NVIDIA Blackwell."""
+    """Return True if the device multiplies FP4 with scales of groups: NVIDIA Blackwell."""
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 10
 
 
@@ -32,7 +32,10 @@ def rows_of_block(device: torch.device, base: str) -> int:
 
 
 def visible_blocks(row: int, seq_q: int, seq_kv: int, causal: bool, offset: int, block_q: int = BLOCK) -> int:
-    """Blocks of keys that any query row of block `row` sees. offset: position of query row 0 on the key axis."""
+    """Number of key blocks that any query row of block `row` sees.
+
+    offset: position of query row 0 on the key axis.
+    """
     blocks = -(-seq_kv // BLOCK)
     if not causal:
         return blocks
@@ -41,7 +44,7 @@ def visible_blocks(row: int, seq_q: int, seq_kv: int, causal: bool, offset: int,
 
 
 def own_blocks(row: int, seq_q: int, seq_kv: int, causal: bool, offset: int, block_q: int = BLOCK) -> int:
-    """How many of the visible blocks, the last ones, are never skipped: they hold a causal row's own key."""
+    """Number of the last visible blocks that are never skipped, since they hold a causal row's own key."""
     visible = visible_blocks(row, seq_q, seq_kv, causal, offset, block_q)
     if not causal:
         return min(visible, 1)
@@ -51,10 +54,10 @@ def own_blocks(row: int, seq_q: int, seq_kv: int, causal: bool, offset: int, blo
 
 @functools.lru_cache(maxsize=256)
 def promoted_a_row(seq_q: int, seq_kv: int, causal: bool, offset: int, budget: float, block_q: int = BLOCK) -> int:
-    """The k for which the best k blocks of every row (all that it sees, where these are fewer) come nearest to
-    `budget` of all visible blocks; at least 1, and 0 for a budget of 0.
+    """Number k of blocks to promote in each row, so that their total comes nearest to the budget.
 
-    In a causal square, k solves k² - (2n + 1)·k + budget·n·(n + 1) = 0, as in ThriftAttention.
+    A row that sees fewer than k blocks has all of them promoted. budget: share of all visible blocks. k is at least 1,
+    and 0 for a budget of 0. In a causal square k solves k² - (2n + 1)·k + budget·n·(n + 1) = 0, as in ThriftAttention.
     """
     visible = [visible_blocks(i, seq_q, seq_kv, causal, offset, block_q) for i in range(-(-seq_q // block_q))]
     wanted = budget * sum(visible)
@@ -77,7 +80,7 @@ def promoted_a_row(seq_q: int, seq_kv: int, causal: bool, offset: int, budget: f
 def chosen_a_row(
     row: int, seq_q: int, seq_kv: int, causal: bool, offset: int, options: Mixed, block_q: int = BLOCK
 ) -> int:
-    """How many blocks of a row the action is taken on."""
+    """Number of blocks of a row that are promoted or left out."""
     visible = visible_blocks(row, seq_q, seq_kv, causal, offset, block_q)
     if options.action == "promote":
         return min(visible, promoted_a_row(seq_q, seq_kv, causal, offset, float(options.budget), block_q))
@@ -86,12 +89,13 @@ def chosen_a_row(
 
 
 def millionths(options: Mixed) -> int:
+    """Budget in millionths, rounded to a whole number."""
     return round(options.budget * MILLION)
 
 
 @functools.lru_cache(maxsize=256)
 def chosen_share(seq_q: int, seq_kv: int, causal: bool, offset: int, options: Mixed, block_q: int = BLOCK) -> float:
-    """Share of the visible blocks that the action is taken on: what `budget` comes to for these lengths."""
+    """Share of the visible blocks that are promoted or left out: the budget as rounded for these lengths."""
     rows = range(-(-seq_q // block_q))
     visible = sum(visible_blocks(i, seq_q, seq_kv, causal, offset, block_q) for i in rows)
     chosen = sum(chosen_a_row(i, seq_q, seq_kv, causal, offset, options, block_q) for i in rows)

@@ -1,10 +1,10 @@
-"""From which size on INT8 attention is worth it: the one table that the diffusers and the transformers side ask.
+"""The table of sizes from which INT8 attention is faster than 16-bit attention.
 
-INT8 halves the time of one of the two matmuls and pays for it with a pass over K, a launch, and quantising Q in every
-program. A short call, or one with little work in all, does not earn that back, and 16-bit attention is faster. On a
-CPU nothing is timed and everything runs in INT8: the reference is there to check numbers.
+The diffusers and the transformers side ask it; the ops do not. INT8 halves the time of one of the two matmuls and pays
+for it with a pass over K, a launch, and quantising Q in every program. A short call, or one with little work in all,
+does not earn that back. On a CPU everything runs in INT8: the reference is there to check numbers, not for speed.
 
-The ops do not ask it, their callers do. It loads torch._dynamo, so `import sage_kernels` leaves it out.
+This module loads torch._dynamo, so `import sage_kernels` leaves it out.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from .recipe import DEFAULT_RECIPE, FP8_RECIPE, INT8_RECIPE, MIXED_RECIPE, RECIP
 
 ANY_GPU = "any GPU"
 CUDNN, FLASH = "torch_sdpa_cudnn", "torch_sdpa_flash"
-# A row may name measurements in which INT8 had at least this share of the 16-bit provider's speed.
+# INT8 has at least this share of the 16-bit provider's speed in the measurements that a row names as evidence.
 BREAK_EVEN = 0.97
 NEVER = 2**62
 
 
 class Crossover(NamedTuple):
-    """One row. The first that fits a call counts.
+    """One row of the table. The first row that fits a call counts.
 
     Attributes:
-        gpu: class of GPUs, see `gpu_class`; ANY_GPU.
-        head_dim: up to so many channels a head.
+        gpu: class of GPUs, see `gpu_class`, or ANY_GPU.
+        head_dim: largest head_dim that the row is for.
         recipe: a key of RECIPES.
         causal: rows see keys up to their own number.
         tokens: fewest queries, and fewest keys, of a call that is worth it.
         scores: fewest scores of all its heads and samples, B · H · S_q · S_kv.
-        against: the 16-bit provider that a call is held against: cuDNN where a user may choose it; flash where
+        against: the 16-bit provider that INT8 is compared with: cuDNN where a user may choose it; flash where
             SDPA chooses by itself (Hopper).
-        evidence: cases of benchmarks/results.csv in which ours is worth it. Empty: not measured, and so conservative.
+        evidence: cases of benchmarks/results.csv in which INT8 is worth it. Empty: not measured, hence cautious.
     """
 
     gpu: str
@@ -49,30 +49,30 @@ class Crossover(NamedTuple):
     evidence: tuple[str, ...] = ()
 
 
-_FLUX_1024 = 24 * 4608**2  # scores; half as many, in as few tokens, were not worth it: D128_N4096_full_BH16
+_FLUX_1024 = 24 * 4608**2  # scores; half as many at 4,096 tokens were not worth it: D128_N4096_full_BH16
 
-# Filled from `bench.py --set crossover` and `--set all`. tests/kernels/test_crossover.py holds every row to its
-# evidence: the shortest measured case is the row's number of tokens, so nothing is interpolated.
+# Filled from `bench.py --set crossover` and `--set all`. tests/kernels/test_crossover.py compares every row with its
+# evidence: the row's number of tokens is that of the shortest measured case, so nothing is interpolated.
 _16_BIT_PV = (
     Crossover(
         "hopper", 64, DEFAULT_RECIPE, False, 4096, 2**30, CUDNN,
         ("D64_N4096_full", "D64_N8192_full", "D64_N8192_full_BH16", "D64_N16384_full_BH16", "cogvideox_49"),
     ),
-    # not measured: the exponentials, which INT8 does not touch, weigh twice as much as at 128 channels
+    # not measured: exponentials, which INT8 does not speed up, weigh twice as much as at head_dim 128
     Crossover("hopper", 64, DEFAULT_RECIPE, True, 16384, 2**31, FLASH),
     Crossover(
         "hopper", 128, DEFAULT_RECIPE, False, 4096, _FLUX_1024, CUDNN,
         ("D128_N4096_full", "flux_1024", "D128_N8192_full", "D128_N8192_full_BH16", "D128_N16384_full",
          "qwen_image_1328"),
     ),
-    # causal calls are those of language models: a scale per token, and SDPA as it chooses by itself
+    # causal calls are those of language models: a scale per token, against the backend that SDPA chooses
     Crossover(
         "hopper", 128, DEFAULT_RECIPE, True, 8192, 2**30, FLASH,
         ("D128_N8192_causal/per_token", "D128_N16384_causal/per_token", "llama3_8b_prefill/per_token"),
     ),
     Crossover("hopper", 256, DEFAULT_RECIPE, False, 16384, 2**31, CUDNN),  # not measured
     Crossover("hopper", 256, DEFAULT_RECIPE, True, 16384, 2**31, FLASH),  # not measured
-    # not measured on any other GPU. There SDPA runs flash, which is slower than what Hopper's rows are held against
+    # not measured on any other GPU. There SDPA runs flash, which is slower than cuDNN on Hopper
     Crossover(ANY_GPU, 256, DEFAULT_RECIPE, False, 4096, 2**28, FLASH),
     Crossover(ANY_GPU, 256, DEFAULT_RECIPE, True, 4096, 2**28, FLASH),
 )  # fmt: skip
@@ -85,7 +85,7 @@ _FP8_PV = (
         "hopper", 128, FP8_RECIPE, False, 8192, 2**30, CUDNN,
         ("D128_N8192_full", "D128_N8192_full_BH16", "D128_N16384_full"),
     ),
-    # not measured: those of the recipe with P and V in 16 bit
+    # not measured: the rows of the recipe with P and V in 16 bit
     *(row._replace(recipe=FP8_RECIPE, evidence=()) for row in _16_BIT_PV if row.causal or row.head_dim == 256),
 )  # fmt: skip
 _INT8_PV = (
@@ -96,10 +96,10 @@ _INT8_PV = (
     Crossover("hopper", 128, INT8_RECIPE, True, 8192, 2**32, FLASH, ("D128_N8192_causal", "D128_N16384_causal")),
     Crossover("hopper", 256, INT8_RECIPE, False, NEVER, NEVER, CUDNN),
     Crossover("hopper", 256, INT8_RECIPE, True, NEVER, NEVER, FLASH),
-    # not measured: those of the recipe with P and V in 16 bit
+    # not measured: the rows of the recipe with P and V in 16 bit
     *(row._replace(recipe=INT8_RECIPE) for row in _16_BIT_PV if row.gpu == ANY_GPU),
 )
-# for comparing: nobody has timed them, and Hopper's own kernel has no FP8 scores
+# recipes for comparison: not timed, and Hopper's own kernel has no FP8 scores
 _STUDIED = tuple(
     Crossover(ANY_GPU, 256, name, causal, NEVER, NEVER, FLASH if causal else CUDNN)
     for name, recipe in RECIPES.items()
@@ -110,7 +110,7 @@ CROSSOVERS = _16_BIT_PV + _FP8_PV + _INT8_PV + _STUDIED
 
 
 def find_crossover(gpu: str, head_dim: int, recipe: str, causal: bool) -> Crossover:
-    """The row for a call. A recipe without a row never pays: nothing is known of it."""
+    """Return the row for a call. A recipe without a row is never worth it: nothing is known of it."""
     for row in CROSSOVERS:
         if row.gpu in (gpu, ANY_GPU) and head_dim <= row.head_dim and (row.recipe, row.causal) == (recipe, causal):
             return row
@@ -118,7 +118,7 @@ def find_crossover(gpu: str, head_dim: int, recipe: str, causal: bool) -> Crosso
 
 
 def gpu_class(device: torch.device) -> str | None:
-    """The class of GPUs that a table row names; None for a CPU.
+    """Return the class of GPUs that the table names; None for a CPU.
 
     "ampere" (compute capability 8.0 to 8.7), "ada" (8.9), "hopper" (9), "blackwell" (10, 11), "consumer_blackwell"
     (12), "amd".
@@ -135,7 +135,7 @@ def gpu_class(device: torch.device) -> str | None:
 
 @functools.cache
 def _limits(device: torch.device, head_dim: int, recipe: str, causal: bool) -> tuple[int, int]:
-    """(tokens, scores) below which a call on this device is short."""
+    """(tokens, scores): a call on this device with fewer of either is short."""
     gpu = gpu_class(device)
     if gpu is None:
         return 0, 0
@@ -143,7 +143,7 @@ def _limits(device: torch.device, head_dim: int, recipe: str, causal: bool) -> t
     return row.tokens, row.scores
 
 
-# a traced call asks once, when it is traced: the answer hangs on nothing but its arguments
+# traced code asks once, while it is traced: the answer depends on the arguments alone
 _traced_limits = torch.compiler.assume_constant_result(lambda *arguments: _limits(*arguments))
 
 
@@ -159,14 +159,17 @@ def is_short(
     recipe: str = DEFAULT_RECIPE,
     min_tokens: int | None = None,
 ) -> bool:
-    """Whether 16-bit attention is the faster one for a call of these sizes: no device sync, traceable by Dynamo.
+    """Return True if 16-bit attention is faster than INT8 for a call of these sizes.
+
+    No device sync, traceable by Dynamo.
 
     Args:
         device: where the tensors are.
         batch, heads, seq_q, seq_kv, head_dim: B, H (query heads), S_q, S_kv, D.
         causal: rows see keys up to their own number, by a flag or by a mask.
         recipe: a key of RECIPES, or "mixed".
-        min_tokens: fewest queries, and fewest keys, of a call that is not short; 0: none is. None: the table's.
+        min_tokens: fewest queries, and fewest keys, of a call that is not short, in place of the table's; 0: no call
+            is short. None: the table decides.
     """
     if recipe == MIXED_RECIPE:  # not timed: no faster than all blocks in INT8
         recipe = DEFAULT_RECIPE

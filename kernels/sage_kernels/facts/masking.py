@@ -1,4 +1,4 @@
-"""Which keys a query row sees, and what is done to its scores, in the form that reference and launcher share."""
+"""Masks, bands, soft caps and sinks of attention, in the form that reference and launchers share."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from .numerics import LOG2_E
 
 
 UNLIMITED = -1
-# A float bias this low decides alone (fp32 loses the score beside it): such a key takes no part in scales.
+# A key with a float bias this low or lower has no part in scales: fp32 loses its score beside the bias.
 FAINT = -1e30
 
 
 class Masking(NamedTuple):
-    """Everything between Q·Kᵀ and the softmax.
+    """All that happens between Q·Kᵀ and the softmax.
 
     Attributes:
         mask: None, or bool (True: visible) or float (added to the scores), [B or 1, H or 1, S_q or 1, S_kv] in the
@@ -35,12 +35,12 @@ class Masking(NamedTuple):
 
     @property
     def by_key(self) -> bool:
-        """The mask is one vector of keys a sample: it hides the same keys from all rows and heads."""
+        """True if the mask has one vector of keys per sample: it hides the same keys from all rows and heads."""
         return self.mask is not None and self.mask.shape[1] == 1 and self.mask.shape[2] == 1
 
     @property
     def by_row(self) -> bool:
-        """More than a band or a mask of keys comes between the scores and the softmax."""
+        """True if more than a band or a mask of keys comes between the scores and the softmax."""
         return (self.mask is not None and not self.by_key) or self.softcap > 0 or self.sinks is not None
 
 
@@ -48,9 +48,9 @@ NO_MASKING = Masking()
 
 
 def canonical_mask(mask: torch.Tensor | None, seq_kv: int) -> torch.Tensor | None:
-    """`mask`, broadcastable to [B, H, S_q, S_kv], as 4-D with every broadcast dimension but the keys' of size 1.
+    """View a mask that broadcasts to [B, H, S_q, S_kv] as 4-D, broadcast dimensions of size 1.
 
-    A view: nothing is copied, and what `expand` blew up is folded back.
+    The dimension of keys is expanded to S_kv. Nothing is copied, and dimensions that `expand` made are folded back.
     """
     if mask is None:
         return None
@@ -62,17 +62,20 @@ def canonical_mask(mask: torch.Tensor | None, seq_kv: int) -> torch.Tensor | Non
 
 
 def band(causal: str, window: int | None, seq_q: int, seq_kv: int) -> tuple[int, int, int]:
-    """left, right and offset of a Masking. causal: "", "top_left" or "bottom_right"; window: own key included."""
+    """Return left, right and offset of a Masking.
+
+    causal: "", "top_left" or "bottom_right"; window: own key included.
+    """
     offset = seq_kv - seq_q if causal == "bottom_right" else 0
-    # not beyond what there is: rows and keys are int32 in places
+    # at most all rows and keys: some kernels have int32 positions
     left = UNLIMITED if window is None else min(window - 1, seq_q + seq_kv)
     return left, 0 if causal else left, offset
 
 
 def make_masking(attn_mask, causal, window, softcap, sinks, seq_q: int, seq_kv: int) -> tuple[Masking, slice]:
-    """The Masking of a call of `sage_attention` (its arguments, checked), and the keys that its band shows to any row.
+    """Return the Masking of a checked call of `sage_attention`, and the keys that any row can see.
 
-    The keys outside of the slice need not be touched; the Masking is one of those inside.
+    Keys outside of the slice need not be touched; the Masking is one of the keys inside.
     """
     causal = ("top_left" if causal else "") if isinstance(causal, bool) else causal
     masking = Masking(
@@ -94,16 +97,16 @@ def make_masking(attn_mask, causal, window, softcap, sinks, seq_q: int, seq_kv: 
 
 
 def packed_masking(causal: bool, window: int | None, softcap, sinks, total_q: int, total_k: int) -> Masking:
-    """The Masking of packed sequences. Its offset is that of no sequence: `of_sequence` says which one has."""
+    """Return the Masking of packed sequences, without an offset: `of_sequence` adds that of a sequence."""
     left = UNLIMITED if window is None else min(window - 1, total_q + total_k)
     right = 0 if causal else left
     return Masking(None, left, right, 0, float(softcap), None if sinks is None else sinks.float().contiguous())
 
 
 def of_sequence(masking: Masking, seq_q: int, seq_kv: int) -> tuple[Masking, slice]:
-    """The Masking of one of the packed sequences, and those of its keys that any of its rows sees.
+    """Return the Masking of one packed sequence, and the slice of its keys that any of its rows sees.
 
-    The last row is at the last key, with a window to both sides, too.
+    The last row is at the last key, with a window to both sides too.
     """
     if masking.left == masking.right == UNLIMITED:
         return masking, slice(0, seq_kv)
@@ -113,7 +116,7 @@ def of_sequence(masking: Masking, seq_q: int, seq_kv: int) -> tuple[Masking, sli
 
 
 def log2_bias(mask: torch.Tensor) -> torch.Tensor:
-    """The mask as a bias on base-2 scores, fp32: 0 and -inf for bool. A finite bias stays finite."""
+    """Convert a mask to an fp32 bias on base-2 scores: 0 and -inf for bool. A finite bias stays finite."""
     if mask.dtype == torch.bool:
         return torch.zeros(mask.shape, dtype=torch.float32, device=mask.device).masked_fill_(~mask, -torch.inf)
     bias = mask.float()
@@ -121,10 +124,10 @@ def log2_bias(mask: torch.Tensor) -> torch.Tensor:
 
 
 def key_reach(masking: Masking, batch: int, heads: int, kv_heads: int, seq_q: int) -> torch.Tensor | None:
-    """For each key the largest bias any row adds to it, base 2: [B or 1, H_kv or 1, S_kv]; None without a mask.
+    """Largest bias that any row adds to each key, base 2: [B or 1, H_kv or 1, S_kv]. None without a mask.
 
-    -inf: no row of these heads sees the key, so neither its K nor its V may matter, whatever they hold. The band of a
-    causal mask is not looked at.
+    -inf: no row of these heads sees the key, so its K and V must not matter, whatever they hold. The band of a causal
+    mask is not considered.
     """
     if masking.mask is None:
         return None
@@ -133,7 +136,7 @@ def key_reach(masking: Masking, batch: int, heads: int, kv_heads: int, seq_q: in
 
 
 def visible(masking: Masking, rows: torch.Tensor, seq_kv: int) -> torch.Tensor | None:
-    """The band of query rows [R] as bool [R, S_kv]; None where it hides nothing."""
+    """Band of query rows [R] as bool [R, S_kv]; None if it hides nothing."""
     if masking.left == masking.right == UNLIMITED:
         return None
     distance = torch.arange(seq_kv, device=rows.device)[None, :] - (rows[:, None] + masking.offset)
@@ -146,5 +149,5 @@ def visible(masking: Masking, rows: torch.Tensor, seq_kv: int) -> torch.Tensor |
 
 
 def decode_band(causal: bool, window: int | None) -> tuple[int, int]:
-    """left and right of the Masking of a decode call."""
+    """Return left and right of the Masking of a decode call."""
     return UNLIMITED if window is None else window - 1, 0 if causal else UNLIMITED

@@ -1,4 +1,4 @@
-"""What the reference and the launchers of the kernels share: number formats, the sampled smoothing vector, padding."""
+"""Arithmetic shared by the reference and the launchers: number formats, sampled centres, balances."""
 
 from __future__ import annotations
 
@@ -21,40 +21,47 @@ from .recipe import (
 
 CODE_TYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}  # of 8-bit linear layers
 LOG2_E = math.log2(math.e)
-CENTER_SAMPLES = 128  # tokens that the smoothing vector of an unplanned head is averaged over
-LOG_BITS = 14  # of the fraction of a base-2 logarithm in integers: fp32's bits, shifted, are one within 0.09
+CENTER_SAMPLES = 128  # sampled tokens whose mean is the centre of a head without a plan
+LOG_BITS = 14  # fraction bits of an integer base-2 logarithm: fp32's bits, shifted, are one within 0.09
 LOG_SHIFT = 23 - LOG_BITS
-ROW_CLIP, ROW_STEPS = 8.0, 2.0**12  # of an element in its row's sum; 256 of them fit fp32 as integers
-LARGEST_QUERY = 2.0**60  # that counts when a plan is tried on a sample; an infinite one is as large as this
-BALANCE_STEP = 1 << 20  # of a balance between powers of two, in fp32's bits
-CENTER_STEPS = 2.0**22  # integer steps from 0 to the sample's largest element; 128 of them fit int32
+ROW_CLIP, ROW_STEPS = 8.0, 2.0**12  # limit and integer steps of an element in its row's sum: 256 of them fit fp32
+LARGEST_QUERY = 2.0**60  # larger elements of Q, infinite ones too, count as this when a plan is tried on a sample
+BALANCE_STEP = 1 << 20  # step of a balance between powers of two, in fp32's bits
+CENTER_STEPS = 2.0**22  # integer steps from 0 to the sample's largest element: 128 of them fit int32
 
 
 def pv_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Type of P and V: the input's own 16-bit type; bf16 for fp32 inputs, whose range fp16 would lose."""
+    """Dtype of P and V: the input's own 16-bit dtype; bf16 for fp32 inputs, whose range fp16 lacks."""
     return torch.bfloat16 if dtype == torch.float32 else dtype
 
 
 def padded_head_dim(head_dim: int) -> int:
-    """Channels that the kernels work on: a multiple of 8, so that rows of 16-bit numbers are aligned to 16 bytes."""
+    """Round head_dim up to a multiple of 8, so that rows of 16-bit numbers are aligned to 16 bytes.
+
+    The kernels work on this many channels.
+    """
     return -(-head_dim // 8) * 8
 
 
 def rotation_block(head_dim: int) -> int:
-    """Channels that one Hadamard matrix mixes: the largest power of two that divides the padded head."""
+    """Size of the Hadamard matrix: the largest power of two that divides the padded head_dim."""
     channels = padded_head_dim(head_dim)
     return channels & -channels
 
 
 def divide(number: float, x: torch.Tensor) -> torch.Tensor:
-    """number / x, rounded once as by div_rn: PyTorch computes a Python number / x as reciprocal(x)·number."""
+    """number / x, rounded once. PyTorch computes a Python number / x as reciprocal(x)·number.
+
+    The kernels use div_rn.
+    """
     return torch.full_like(x, number) / x
 
 
 def sample_tokens(seq: int | torch.Tensor, device) -> torch.Tensor:
-    """The tokens that an unplanned head is sampled at: evenly spread, sheared so that image rows don't alias.
+    """Choose the tokens that a head without a plan is sampled at: evenly spread, with a shear.
 
-    seq: tokens to choose from, a number or a tensor [..., 1] of them. Returns: [128] or [..., 128] int64.
+    The shear keeps samples from falling into the same column of all rows of an image. seq: tokens to choose from, a
+    number or a tensor [..., 1] of them. Returns: [128] or [..., 128] int64.
     """
     i = torch.arange(CENTER_SAMPLES, device=device)
     if isinstance(seq, int):
@@ -63,15 +70,19 @@ def sample_tokens(seq: int | torch.Tensor, device) -> torch.Tensor:
 
 
 def fit_tokens(seq: torch.Tensor) -> torch.Tensor:
-    """The few tokens that tell whether a plan fits: evenly spread, of int64 tokens [..., 1] -> [..., FIT_SAMPLES]."""
+    """Choose FIT_SAMPLES tokens, evenly spread, to test whether a plan fits.
+
+    seq: int64 tokens [..., 1] to choose from. Returns: [..., FIT_SAMPLES].
+    """
     return (torch.arange(FIT_SAMPLES, device=seq.device) * (seq // FIT_SAMPLES + 1)).minimum(seq.clamp_min(1) - 1)
 
 
 def sample_keys(k: torch.Tensor, counts: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """A sample of the keys [B, H, S, D] -> [B, H, 128, D], and which of it counts [B, H, 128, 1] (None: all).
+    """Sample 128 of the keys [B, H, S, D], and mark the samples that count.
 
-    counts: bool [B or 1, H or 1, S], keys that some row sees; drawn from the first key to the last of these, so that
-    padding at the end changes nothing.
+    Returns: keys [B, H, 128, D], and bool [B, H, 128, 1] (None: all count).
+    counts: bool [B or 1, H or 1, S], keys that some row sees. Samples are drawn from the first key to the
+    last of these, so that padding at the end changes nothing.
     """
     if counts is None:
         return k[:, :, sample_tokens(k.shape[2], k.device)], None
@@ -82,10 +93,10 @@ def sample_keys(k: torch.Tensor, counts: torch.Tensor | None) -> tuple[torch.Ten
 
 
 def sampled_center(k: torch.Tensor, counts: torch.Tensor | None = None) -> torch.Tensor:
-    """Smoothing vector of an unplanned head: the mean of a sample of its keys. k [B, H, S, D] fp32 -> [B, H, 1, D].
+    """Centre of a head without a plan, fp32 [B, H, 1, D]: the mean of a sample of k [B, H, S, D].
 
-    Any vector shared by all keys of a head leaves softmax exact, so a sample serves as well as the full mean
-    and costs no pass over K. Summed as integers (units of the sample's largest element / 2^22): the same bits in
+    Any vector shared by all keys of a head leaves softmax exact, so a sample serves as well as the full mean and costs
+    no pass over K. Summed as integers (in units of the sample's largest element / 2^22): the bits are the same in
     whatever order the terms are added, so the kernel's codes are the reference's. counts: as in `sample_keys`.
     """
     sample, counted = sample_keys(k, counts)
@@ -99,10 +110,10 @@ def sampled_center(k: torch.Tensor, counts: torch.Tensor | None = None) -> torch
 
 
 def _row_sizes(sample: torch.Tensor, counted: torch.Tensor | None) -> torch.Tensor:
-    """|x| of a sample [B, H, S, D] as a share of its row's sum, in which no element counts more than 8 ordinary ones.
+    """|x| of a sample [B, H, S, D] as a share of its row's sum, so that every row weighs alike.
 
-    So every row weighs alike: rows have scales of their own, and one that is loud, as a whole or in a few channels, is
-    a row as any other. Ordinary is the geometric mean. What is not finite, or does not count, is 0.
+    Rows have scales of their own, and a loud row is a row like any other. No element counts more than 8 ordinary ones
+    in the sum, where ordinary is the geometric mean. Elements that are not finite, or do not count, are 0.
     """
     size = torch.where(sample.isfinite(), sample.abs(), 0.0)
     size = (size if counted is None else torch.where(counted, size, 0.0)).contiguous()
@@ -116,12 +127,16 @@ def _row_sizes(sample: torch.Tensor, counted: torch.Tensor | None) -> torch.Tens
 
 
 def sampled_balance(q: torch.Tensor, k: torch.Tensor, center: torch.Tensor, counts=None) -> torch.Tensor:
-    """Channel balance b of an unplanned head from a sample: sqrt(amax |q| / amax |k - c|), every row weighed alike.
+    """Channel balance b of a head without a plan, from a sample: sqrt(amax |q| / amax |k - c|).
 
-    q [B, H, S_q, D], k [B, H_kv, S_kv, D], center [B, H_kv, 1, D], fp32; counts: as in `sample_keys`. -> fp32
-    [B, H_kv, 1, D]. Q / b and K·b leave Q·Kᵀ exact for any b > 0. Where there are as many queries as keys, one at the
-    place of a key that does not count is padding and does not count either. Sums are of integers: the same bits in any
-    order.
+    Every row weighs alike. Q / b and K·b leave Q·Kᵀ exact for any b > 0. Where there are as many queries as keys, a
+    query at the place of a key that does not count is padding and does not count either. Sums are of integers: the
+    same bits in any order.
+
+    Args:
+        q, k, center: fp32 [B, H, S_q, D], [B, H_kv, S_kv, D], [B, H_kv, 1, D].
+        counts: as in `sample_keys`.
+    Returns: fp32 [B, H_kv, 1, D].
     """
     sample, counted = sample_keys(k, counts)
     k_amax = _row_sizes(sample - center, counted).amax(2, keepdim=True)
@@ -136,8 +151,8 @@ def sampled_balance(q: torch.Tensor, k: torch.Tensor, center: torch.Tensor, coun
     q_amax = q_amax.maximum(q_amax.amax(-1, keepdim=True) * CHANNEL_FLOOR).clamp_min(AMAX_FLOOR)
     k_amax = k_amax.maximum(k_amax.amax(-1, keepdim=True) * CHANNEL_FLOOR).clamp_min(AMAX_FLOOR)
     balance = (q_amax / k_amax).double().sqrt().float()  # rounded once: torch's own fp32 sqrt on the CPU is an ulp off
-    # near a power of two it is that, and between two of them one of four: what a sample says of channels that are
-    # alike is noise, which this leaves out, and how one row is scaled changes nothing
+    # rounded to a power of two if it is near one, else to one of four values between two of them: differences between
+    # channels that are alike are noise of the sample, which rounding removes, and scaling a row changes nothing
     bits = balance.view(torch.int32)
     fraction, power = bits & 0x7FFFFF, bits & 0x7F800000
     between = bits + (BALANCE_STEP >> 1) & -BALANCE_STEP
@@ -147,17 +162,20 @@ def sampled_balance(q: torch.Tensor, k: torch.Tensor, center: torch.Tensor, coun
 
 
 def round_to_e4m3(x: torch.Tensor) -> torch.Tensor:
-    """x rounded to e4m3 as a GPU does, in fp32: to nearest even, saturating (torch's cast overflows); NaN stays."""
+    """Round fp32 to e4m3 as a GPU does: to nearest even, saturating. NaN stays."""
+    # clamped first: torch's own cast overflows
     return x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).float()
 
 
 def quantize_values(v, seen=None, counts=None, planned=None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """V in e4m3 with one scale a channel. v fp32 [B, H, S, D].
+    """Quantise V, fp32 [B, H, S, D], to e4m3 with one scale a channel.
 
-    seen, counts: bool [B or 1, H or 1, S], keys that some row sees at all, and that take part in scales; None: all.
-    planned: fp32 [H, D], 0 in every channel of a head without a plan.
-    Returns: codes [B, H, S, D] fp32 values of e4m3 (NaN for NaN and inf), scale [B, H, 1, D] and which elements were
-        beyond a planned scale's range [B, H, S, D].
+    Args:
+        seen, counts: bool [B or 1, H or 1, S]: keys that some row sees at all, and keys that take part in scales;
+            None: all.
+        planned: scales fp32 [H, D], 0 in every channel of a head without a plan.
+    Returns: codes [B, H, S, D] fp32 values of e4m3 (NaN for NaN and inf), scale [B, H, 1, D], and the elements
+        [B, H, S, D] that were clipped by a planned scale.
     """
     if seen is not None:
         v = torch.where(seen[..., None], v, 0.0)
@@ -177,10 +195,10 @@ def quantize_values(v, seen=None, counts=None, planned=None) -> tuple[torch.Tens
 
 
 def value_center(v, counts=None) -> torch.Tensor:
-    """What V in INT8 is centred on: each channel's mean of a sample of its finite values. fp32 [B, H, S, D] ->
-    [B, H, 1, D].
+    """Centre of V in INT8: each channel's mean of a sample of its finite values.
 
-    Softmax weights sum to 1, so any vector does. Summed as integers, as `sampled_center`; counts: as there.
+    fp32 [B, H, S, D] -> [B, H, 1, D]. Softmax weights sum to 1, so any vector would do. Summed as integers, as in
+    `sampled_center`; counts: as there.
     """
     sample, counted = sample_keys(v, counts)
     number: int | torch.Tensor = CENTER_SAMPLES
@@ -194,9 +212,9 @@ def value_center(v, counts=None) -> torch.Tensor:
 
 
 def quantize_centered_values(v, seen=None, counts=None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """V less its center in INT8 with one scale a channel. Arguments as `quantize_values`.
+    """Quantise V less its centre to INT8 with one scale a channel. Arguments as of `quantize_values`.
 
-    Returns: codes [B, H, S, D] fp32 integers, scale and center [B, H, 1, D], the center NaN in a channel that holds
+    Returns: codes [B, H, S, D] fp32 integers, scale and centre [B, H, 1, D]. The centre is NaN in a channel that holds
         NaN or inf.
     """
     center = value_center(v, counts)
@@ -218,8 +236,10 @@ def quantize_centered_values(v, seen=None, counts=None) -> tuple[torch.Tensor, t
 
 
 def quantize_tensor_values(v, seen=None, counts=None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """V in INT8 with one scale a head, as INT-FlashAttention's code has it. Arguments and results as
-    `quantize_centered_values`: the scale is the same in all channels, the center 0 or NaN."""
+    """Quantise V to INT8 with one scale a head, as INT-FlashAttention's code does.
+
+    Arguments and results as of `quantize_centered_values`: the scale is the same in all channels, the centre 0 or NaN.
+    """
     lost = v * 0.0
     if seen is not None:
         v, lost = (torch.where(seen[..., None], x, 0.0) for x in (v, lost))

@@ -1,12 +1,12 @@
-"""Which key tiles a tile of query rows need not visit: the tensors that carry it from one denoising step to the next.
+"""Skip lists: key tiles that query tiles need not visit, kept between denoising steps.
 
 A row of attention loses, with the key tiles that it does not visit, their share of its probability. The share of every
-tile is measured against the row's own log-sum-exp over all keys, so it hangs on no order of visits. Each tile of query
-rows is measured anew at least once in `every` steps, before the attention of that step, and takes its list from that
-step's own scores: tiles of the smallest shares, as many as leave the sum of what a row may lose within half of the
-limit. The other half is room for what changes until it is measured again. A tile of query rows that has meanwhile lost
-more than the limit raises an alarm for its head: the call visits everything but what was measured in it, and the next
-one measures all of the head. Maths: docs/skipping.md.
+tile is measured against the row's own log-sum-exp over all keys, so the order of visits does not matter. Each tile of
+query rows is measured again at least once in `every` steps, before the attention of that step, and takes its list from
+that step's own scores: the tiles of the smallest shares, as many as keep the sum of a row's losses within half of the
+limit. The other half is room for changes until the next measurement. A tile of query rows that has meanwhile lost more
+than the limit raises an alarm for its head: the call visits everything except what was measured in it, and the next
+call measures all of the head. Maths: docs/skipping.md.
 """
 
 from __future__ import annotations
@@ -19,39 +19,39 @@ import torch
 WORD = 32  # key tiles of one int32 of a list
 # A share of 2^(-level / LEVELS) or less is kept as one byte, rounded up: 2^-63.75 stands for all that is smaller.
 LEVELS, LARGEST_LEVEL = 4, 255
-# What fp32 leaves open in a share: scores below 2^12 (base 2) are rounded to 2^-13, which moves an exponential by
+# Room for fp32's error in a share: scores below 2^12 (base 2) are rounded to 2^-13, which moves an exponential by
 # 2^-13.5, and the sums of both loops add a few 2^-24 a term.
 SHARE_SLACK = 1 + 2.0**-10
-# Of the limit, what lists may use of it when they are made.
+# Share of the limit that new lists may use.
 FILL = 0.5
-# A row that is no number has no shares: its tiles are given this one, which fits in no list.
+# Share given to the tiles of a row with NaN: it is too large for any list.
 NO_SHARE = 2.0
 # clock[i]: run step of the last call, steps since then of the running call, calls so far, number of the running call,
 # run step of the call that began with void lists
 CLOCK_LAST, CLOCK_GAP, CLOCK_CALLS, CLOCK_RUNNING, CLOCK_BEGAN = range(5)
 CLOCK_FIELDS = 5
-# totals[i]: pairs of a query tile and a key tile, those visited, measurements of lists that were in use, those beyond
-# the limit, sum of their losses (in LOSS_UNITs), largest one (bits of an fp32), runs of the lists' being void
+# totals[i]: pairs of a query tile and a key tile, pairs visited, measurements of lists in use, measurements beyond the
+# limit, sum of the measured losses (in LOSS_UNITs), largest loss (bits of an fp32)
 TOTAL_TILES, TOTAL_VISITED, TOTAL_MEASURED, TOTAL_BEYOND, TOTAL_LOST, TOTAL_LARGEST = range(6)
-TOTAL_FIELDS = 8  # 64 bytes: the rows of a table of them are aligned as kernels want it
+TOTAL_FIELDS = 8  # 64 bytes: rows of a table of totals are then aligned as kernels want them
 LOSS_UNIT = 2.0**-30
 NEVER = -(2**30)  # run step of a call that was never made
 
 
 class SkipState(NamedTuple):
-    """The lists of one call site, for calls of one shape; M tiles of block_q query rows.
+    """Skip lists of one call site, for calls of one shape; M tiles of block_q query rows.
 
     Attributes:
         lists: int32 [B, H, M, words], read and written: bit i of word w is set where key tile 32·w + i is skipped.
-        bound: fp32 [B, H, M], written: the largest share of its probability that a row of the query tile could lose,
-            in the step in which its list was made.
+        bound: fp32 [B, H, M], written: the largest share of its probability that a row of the query tile could lose in
+            the step that made its list.
         alarms: int32 [2, B, H], read and written: the number of the last call in which a list of the head lost more
-            than the limit; and whether that was the call before.
+            than the limit, and 1 where that was the call before, else 0.
         clock: int32 [5], read and written: see CLOCK_LAST and following.
         now: int32 []: step of the run, which never goes back; a jump of `every` makes all lists void.
         limit: fp32 []: largest share of a row's probability that may be skipped, below 1; 0: nothing is skipped.
-        totals: int64 [8], raised: see TOTAL_TILES and following.
-        every: each tile of query rows is measured at least once in so many steps, and in every step one of each head.
+        totals: int64 [8], incremented: see TOTAL_TILES and following.
+        every: each tile of query rows is measured at least once in so many steps, one tile of each head in every step.
         block_q, block_k: query rows and keys of a tile, of the kernel that reads the lists.
     """
 
@@ -68,12 +68,12 @@ class SkipState(NamedTuple):
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """All but the numbers."""
+        """All fields that are tensors."""
         return self[:7]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what only this call site has."""
+        """Bytes of the tensors that no other call site shares."""
         return sum(x.nbytes for x in (self.lists, self.bound, self.alarms, self.clock))
 
 
@@ -86,7 +86,7 @@ def list_shape(
 
 
 def list_bytes(batch: int, heads: int, seq_q: int, seq_kv: int, block_q: int, block_k: int) -> int:
-    """Bytes of a SkipState of this shape: a bit for a pair of tiles, 4 bytes for a query tile and 8 for a head."""
+    """Bytes of a SkipState of this shape: a bit per pair of tiles, 4 bytes per query tile, 8 per head."""
     b, h, rows, words = list_shape(batch, heads, seq_q, seq_kv, block_q, block_k)
     return 4 * (b * h * (rows * (words + 1) + 2) + CLOCK_FIELDS)
 
@@ -95,7 +95,7 @@ def empty_lists(
     batch: int, heads: int, seq_q: int, seq_kv: int, block: tuple[int, int], *, every: int, now: torch.Tensor,
     limit: torch.Tensor, totals: torch.Tensor,
 ) -> SkipState:  # fmt: skip
-    """Lists of a call site that skip nothing, on the device of `now`: its first call measures all of them."""
+    """Make lists that skip nothing, on the device of `now`: the first call then measures all tiles."""
     shape, device = list_shape(batch, heads, seq_q, seq_kv, *block), now.device
     clock = torch.zeros(CLOCK_FIELDS, dtype=torch.int32, device=device)
     clock[CLOCK_LAST] = NEVER
@@ -108,23 +108,24 @@ def empty_lists(
 
 
 def unpack(lists: torch.Tensor, tiles: int) -> torch.Tensor:
-    """Lists int32 [..., words] as bool [..., tiles]: True where a key tile is skipped."""
+    """Convert lists int32 [..., words] to bool [..., tiles]: True where a key tile is skipped."""
     bits = lists[..., None] >> torch.arange(WORD, dtype=torch.int32, device=lists.device)
     return (bits & 1).flatten(-2)[..., :tiles] != 0
 
 
 def pack(skipped: torch.Tensor) -> torch.Tensor:
-    """The reverse of `unpack`."""
+    """Convert bool [..., tiles] to lists int32 [..., words]."""
     bits = torch.nn.functional.pad(skipped, (0, -skipped.shape[-1] % WORD)).unflatten(-1, (-1, WORD)).long()
     words = (bits << torch.arange(WORD, device=skipped.device)).sum(-1)
     return torch.where(words >= 2**31, words - 2**32, words).int()
 
 
 def totals_of(totals: torch.Tensor) -> dict[str, float | int]:
-    """What a report shows of totals int64 [8], on the CPU.
+    """Convert totals int64 [8] on the CPU to the numbers of a report.
 
-    skipped_fraction: of pairs of tiles. lost_mean, lost_max: share of its probability that the worst row of a measured
-    tile of query rows had lost by the list it came with. measured: how many there were. beyond: those above the limit.
+    skipped_fraction: of all pairs of tiles. measured: measurements of query tiles whose list was in use. lost_mean and
+    lost_max: share of its probability that the worst row of such a tile had lost by then. beyond: how many of the
+    measurements were above the limit.
     """
     tiles, visited, measured, beyond, lost, largest = (int(x) for x in totals[:6])
     return {

@@ -1,9 +1,10 @@
-"""The public op: check, then the Triton kernels on a GPU or the reference on the CPU.
+"""The op `sage_attention`: INT8 attention by Triton kernels on a GPU, by the reference on a CPU.
 
-The way of a call: `sage_attention` checks it, `_run` decides what to launch, `_triton/attention/launch.py` launches.
-Two ways are shorter. A call like an earlier one is launched again as that one was (replay.py): no checks, nothing to
-decide. And where PyTorch's dispatcher would only hand a call on (`is_plain_call`), it is not asked. Who has to see an
-op (torch.compile, a profiler, a tracer) sees those that are defined here.
+The way of a call: `sage_attention` checks it, `_run` leaves autocast, `_compute` decides what to launch, and
+`_triton/attention/launch.py` launches it. There are two shortcuts. A call like an earlier one is replayed (replay.py):
+its recorded launches run again, without checks or decisions. And where PyTorch's dispatcher would only pass the call
+on (`is_plain_call`), it is not asked. Whoever has to see an op (torch.compile, a profiler, a tracer) sees the ops that
+are defined here.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ import torch
 from .. import reference
 from ..checks.attention import check_attention_inputs, check_masking, check_options, check_state
 from ..checks.skipping import check_skip
-from ..checks.tensors import check_called_below, without_tangents
-from ..compat import differentiates_forward
+from ..checks.tensors import check_called_below
 from ..facts.masking import make_masking
 from ..facts.recipe import DEFAULT_RECIPE, RECIPES
 from ..facts.skipping import SkipState
 from ..facts.state import HeadState
-from .replay import TENSOR, is_plain_call, is_usual, layout_of, make_again, remember
+from .dispatch import attention_of_nothing, call_op, fake_out, fake_out_lse
+from .replay import TENSOR, is_plain_call, is_usual, layout_of, remember, replay_by_key
 
 
 _library = torch.library.Library("sage_kernels", "DEF")
@@ -137,38 +138,38 @@ def sage_attention(
             run in bf16.
         k, v: [B, S_kv, H_kv, D], same dtype and device; H_kv divides H (head h reads key/value head h // (H / H_kv)).
         attn_mask: as in scaled_dot_product_attention: bool (True: visible) or floating point (added to the scaled
-            scores), broadcastable to [B, H, S_q, S_kv]; a mask of keys [B, 1, 1, S_kv] is the fastest. A key that no
-            row sees may hold anything in K and V, NaN included, and takes no part in smoothing or scales. A row that
-            sees nothing gives 0.
+            scores), broadcastable to [B, H, S_q, S_kv]. A mask of keys [B, 1, 1, S_kv] is the fastest. A key that no
+            row sees may hold anything in K and V, NaN included, and has no part in centre, balance or scales. A row
+            that sees nothing gives 0.
         causal: "top_left" (row i sees keys up to i) or "bottom_right" (up to i + S_kv - S_q); True where S_q = S_kv.
             Not together with attn_mask.
-        window: each row sees this many keys on its side(s), its own position included: the last `window` keys with
-            causal, |key - row| < window without (then S_q = S_kv). Beside attn_mask it costs a copy of the mask.
+        window: sliding window, the row's own position included. With causal a row sees the last `window` keys; without
+            it, the keys with |key - row| < window (then S_q = S_kv). Beside attn_mask it costs a copy of the mask.
         softcap: scores become softcap · tanh(score / softcap) before masking; 0 is off.
-        sinks: [H] logits of a virtual key without value, one per head, that takes part in the softmax and in the LSE.
+        sinks: [H] logits of a virtual key without value, one per head. It is part of the softmax and of the LSE.
         recipe: a key of RECIPES. "qk_int8_pv_fp8" also rounds P and V to e4m3 (about 4 % relative L2 instead of 1.4 %
             on N(0, 1)) and runs P·V at twice the rate; on CUDA it needs compute capability 8.9 or newer.
             "qk_int8_pv_int8" rounds P and V to INT8 (about 2 %), with integer sums of any length, on every GPU.
-            "qk_fp8_pv_fp8" rounds all four to e4m3 (about 6 %). "int_flash_half" and "int_flash_full" are those of
-            INT-FlashAttention as printed, with scaling="per_token" and neither a state nor smooth_k=True.
+            "qk_fp8_pv_fp8" rounds all four to e4m3 (about 6 %). "int_flash_half" and "int_flash_full" are the recipes
+            of INT-FlashAttention as printed; they need scaling="per_token", no state, and smooth_k not True.
         scaling: tokens that share one INT8 scale of Q and of K: "per_token", "per_block" (the kernel's tile) or
-            "per_head". Computed from the inputs. With `state` it is not used: Q then has a scale per token, K its
-            planned scale per head, or one per tile where a head has no plan.
+            "per_head". Computed from the inputs. Not used with `state`: then Q has a scale per token, and K its
+            planned scale per head, or a scale per tile where a head has no plan.
         scale: softmax scale, a Python number >= 0; D ** -0.5 if None.
-        smooth_k: subtract from K a vector shared by all keys of a head, and balance its channels against Q's where
-            some stand out; exact for softmax, and the LSE is corrected. Both come from a sample of all rows, later
-            ones too. None: as the recipe has it, True but for those of INT-FlashAttention.
-        rotation: "hadamard" multiplies Q and K by one orthogonal matrix along the channels before everything else, in
-            a launch of its own: outliers that sit in a few channels of some tokens spread over all channels. Q·Kᵀ
-            stays as it is but for the rounding of the rotated Q and K to their dtype; in fp16, elements beyond
-            65504 / sqrt(D) may overflow, and then give NaN. Statistics and plans in `state` are of the rotated
-            channels: a plan never serves a call of another rotation.
+        smooth_k: subtract from K a centre shared by all keys of a head, and balance its channels against Q's where
+            some stand out. Softmax stays exact, and the LSE is corrected. Both come from a sample of all rows, later
+            ones too. None: as the recipe has it (True except for those of INT-FlashAttention).
+        rotation: "hadamard" first multiplies Q and K by one orthogonal matrix along the channels, in a launch of its
+            own. Outliers in a few channels of some tokens then spread over all channels. Q·Kᵀ stays the same except
+            for the rounding of the rotated Q and K to their dtype. In fp16, elements beyond 65504 / sqrt(D) may
+            overflow and then give NaN. Statistics and plans in `state` are of the rotated channels: a plan never
+            serves a call of another rotation.
         return_lse: also return the log-sum-exp of the scaled and masked scores.
-        state: planned per-head scales of this call site; this call's statistics are recorded into it. Two calls that
-            share a row must not run at the same time on different streams.
-        skip: from `new_skip_state`, beside `state`: key tiles that earlier steps, and in part this one, found to have
-            next to no probability are not visited, and what V holds there is not looked at. The lists are renewed by
-            the call. Not with masking of any kind, nor in code that torch.compile traces.
+        state: planned scales of this call site, one per head; this call's statistics are recorded into it. Two calls
+            that share a row of it must not run at the same time on different streams.
+        skip: lists of key tiles from `new_skip_state`; needs `state`. Tiles that earlier steps, and in part this one,
+            found to have next to no probability are not visited, and V is not read there. The call renews the lists.
+            Not with masking of any kind, nor in code that torch.compile traces.
         cu_seqlens: anything but None raises: packed sequences are for `sage_attention_varlen`.
     Returns: out [B, S_q, H, D] contiguous, in q.dtype; with return_lse also lse [B, S_q, H] fp32, natural log.
         S_kv = 0 gives zeros and -inf.
@@ -179,7 +180,7 @@ def sage_attention(
     key = None
     if attn_mask is None and sinks is None and cu_seqlens is None and not torch.compiler.is_compiling():
         options = (scale, scaling, smooth_k, causal, window, softcap, recipe, rotation, return_lse)
-        key, result = _make_again(q, k, v, state, options, skip)
+        key, result = _try_replay(q, k, v, state, options, skip)
         if result is not None:
             return result
     check_options(recipe, scaling, scale, state, softcap, cu_seqlens, rotation, smooth_k)
@@ -203,20 +204,20 @@ def sage_attention(
     else:
         op = ops.attention_planned_lse if return_lse else ops.attention_planned
         arguments = (*arguments, *state)
-    if differentiates_forward():
-        with without_tangents():
-            return op(*arguments)
-    return op(*arguments)
+    return call_op(op, arguments)
 
 
-def _make_again(
+def _try_replay(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, state: HeadState | None, options: tuple[Any, ...],
     skip: SkipState | None = None, *, dispatched: bool = False,
 ) -> Any:  # fmt: skip
-    """A call's key (all that decides whether it is valid and what it launches), and its results if it was made before.
+    """Return the key of a call, and its results if an equal call was recorded.
 
-    The key holds all that the checks read, so a known call need not be checked. Results are None where the call has to
-    be made anew; both are None without a GPU, and where someone looks on (`is_usual`, which says what dispatched is).
+    The key holds all that the checks read, so a known call need not be checked. Results are None if the call is new.
+    Both are None without a GPU, where someone has to see the call, and where a gradient is wanted.
+
+    Args:
+        dispatched: see `is_usual`.
     """
     if type(q) not in TENSOR or type(k) not in TENSOR or type(v) not in TENSOR or not q.is_cuda:
         return None, None
@@ -231,8 +232,8 @@ def _make_again(
         return None, None
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return None, None
-    # 1, 1.0 and True are one key of a dictionary
-    return make_again((options, *map(type, options), *map(layout_of, tensors)), tensors)
+    # the types too: 1, 1.0 and True are one key of a dictionary
+    return replay_by_key((options, *map(type, options), *map(layout_of, tensors)), tensors)
 
 
 def _run(
@@ -245,9 +246,9 @@ def _run(
     key: Any | None = None,
     skip: SkipState | None = None,
 ) -> Any:
-    """The checked call, outside of autocast, which would cast the reference's own matmuls too.
+    """Run a checked call outside of autocast, which would cast the reference's own matmuls too.
 
-    key: from `_make_again`; the launches are then remembered for the next such call.
+    key: from `_try_replay`. With a key, the launches are recorded for the next equal call.
     """
     if torch.is_autocast_enabled(q.device.type):
         with torch.autocast(q.device.type, enabled=False):
@@ -277,15 +278,15 @@ def _compute(
     return_lse: bool,
     skip: SkipState | None = None,
 ) -> Any:
-    """What to launch: the keys that are seen at all, on their device. Nothing where there is nothing to attend to."""
+    """Launch the kernels of a checked call, or run the reference on a CPU.
+
+    Nothing runs for empty tensors. Keys that no row sees are cut off first.
+    """
     masking, keys = make_masking(attn_mask, causal, window, softcap, sinks, q.shape[1], k.shape[1])
     if (keys.start, keys.stop) != (0, k.shape[1]):  # a view costs a microsecond
         k, v = k[:, keys], v[:, keys]
     if 0 in q.shape or 0 in k.shape:
-        out = q.new_zeros(q.shape)
-        lse = q.new_full(q.shape[:3], -torch.inf, dtype=torch.float32)
-        if masking.sinks is not None:
-            lse = torch.maximum(lse, masking.sinks)
+        out, lse = attention_of_nothing(q, masking.sinks)
         return (out, lse) if return_lse else out
     options: dict[str, Any] = {"scale": scale, "scaling": scaling, "smooth_k": smooth_k, "state": state}
     options |= {"masking": masking, "recipe": recipe, "rotation": rotation}
@@ -305,7 +306,7 @@ _INPUTS = 13  # arguments before the state
 
 
 def _implementation(planned: bool, return_lse: bool) -> Any:
-    """What the dispatcher hands an op's checked arguments to."""
+    """Return the function that the dispatcher calls with an op's checked arguments."""
 
     def run(*arguments: Any) -> Any:
         check_called_below("attention")
@@ -313,8 +314,8 @@ def _implementation(planned: bool, return_lse: bool) -> Any:
         q, k, v, attn_mask, sinks, *options = arguments[:_INPUTS]
         key = None
         if attn_mask is None and sinks is None:
-            # other keys than those of sage_attention, whose options are not checked yet
-            key, result = _make_again(q, k, v, state, ("op", *options, return_lse), dispatched=True)
+            # not the keys of sage_attention, whose options are not yet checked when it looks them up
+            key, result = _try_replay(q, k, v, state, ("op", *options, return_lse), dispatched=True)
             if result is not None:
                 return result
         return _run(*arguments[:_INPUTS], state=state, return_lse=return_lse, key=key)
@@ -322,17 +323,9 @@ def _implementation(planned: bool, return_lse: bool) -> Any:
     return run
 
 
-def _fake(q: torch.Tensor, *_: Any) -> Any:
-    return q.new_empty(q.shape)
-
-
-def _fake_lse(q: torch.Tensor, *_: Any) -> Any:
-    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float32)
-
-
 for _planned in (False, True):
     for _return_lse in (False, True):
         _name = "attention" + "_planned" * _planned + "_lse" * _return_lse
         for _device in ("CPU", "CUDA"):
             _library.impl(_name, _implementation(_planned, _return_lse), _device)
-        torch.library.register_fake(f"sage_kernels::{_name}", _fake_lse if _return_lse else _fake, lib=_library)
+        torch.library.register_fake(f"sage_kernels::{_name}", fake_out_lse if _return_lse else fake_out, lib=_library)

@@ -1,7 +1,7 @@
-"""Gradients of attention by PyTorch's own flash backward kernels, from an INT8 forward's output and log-sum-exp.
+"""Gradients of attention by PyTorch's flash backward kernels, for an INT8 forward.
 
-These kernels make the probabilities again from Q, K and the log-sum-exp, in 16 bit (fp32 on a CPU): nothing of the
-backward is in 8 bit. Only the output and the sums carry the rounding of the forward.
+From the forward's output and log-sum-exp. These kernels compute the probabilities again, in 16 bit (fp32 on a CPU).
+Nothing of the backward is in 8 bit: only the output and the log-sum-exp hold the rounding of the forward.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ _FUSED_HEAD_DIM = 192  # beyond it the kernel needs more shared memory than some
 
 
 def has_fused_backward(q: torch.Tensor, attn_mask: torch.Tensor | None = None) -> bool:
-    """Whether PyTorch has a backward kernel for such calls that holds no score matrix. Shapes and flags alone decide.
+    """Return True if PyTorch has a backward kernel for such a call that holds no score matrix.
 
-    q: [B, S_q, H, D]. On a CPU always; on CUDA for fp16 and bf16, D <= 192, without a mask, compute capability 8.0.
+    Shapes, dtypes and flags alone decide. q: [B, S_q, H, D]. On a CPU always. On CUDA for fp16 and bf16, D <= 192, no
+    mask, compute capability 8.0 or newer.
     """
     if q.device.type == "cpu":
         return compat.flash_backward_for_cpu is not None
@@ -47,9 +48,10 @@ def attention_backward(
     attn_mask: torch.Tensor | None = None,
     causal: str = "",
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of q, k and v. Arguments as of `ref_attention_backward`, which runs where there is no fused kernel.
+    """Return the gradients of q, k and v, by PyTorch's kernel or else by `ref_attention_backward`.
 
-    out, lse: of all keys, also where k and v are a part of them (ring attention): gradients of parts add up.
+    Arguments as of `ref_attention_backward`. out and lse are those of all keys even where k and v are only a part of
+    them (ring attention): the gradients of the parts add up.
     """
     if attn_mask is not None:
         q, k, v, attn_mask = _without_hidden_keys(q, k, v, attn_mask)
@@ -78,9 +80,9 @@ def attention_backward(
 def _without_hidden_keys(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """K and V with zeros where a mask of keys hides them: they may hold anything there, and 0 · NaN is no 0.
+    """Zero K and V where a mask of keys hides them: they may hold NaN there, and 0 · NaN is not 0.
 
-    The mask comes back with four dimensions.
+    The mask is returned with four dimensions.
     """
     mask = mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
     if mask.shape[1] == mask.shape[2] == 1:
@@ -90,9 +92,10 @@ def _without_hidden_keys(
 
 
 def _pieces(seq_q: int, seq_kv: int, causal: str) -> list[tuple[slice, slice, bool]]:
-    """A causal call of two lengths as (rows, keys, triangle): a square whose row i sees keys up to i, and a rectangle.
+    """Split a causal call of two lengths into pieces (rows, keys, is_triangle): a square and a rectangle.
 
-    PyTorch's kernels disagree about which end the rows are counted from where the lengths differ; here none is asked.
+    Row i of the square sees its keys up to i; all rows of the rectangle see all of its keys. PyTorch's kernels
+    disagree about the end from which rows are counted where the lengths differ, so they never get such a call.
     """
     every = slice(None)
     side = min(seq_q, seq_kv)
@@ -114,7 +117,7 @@ def _fused(
     scale: float,
     triangle: bool,
 ) -> list[torch.Tensor]:
-    """dq, dk, dv [B, S, H, D] of one piece, by PyTorch's kernel."""
+    """Return dq, dk, dv [B, S, H, D] of one piece, computed by PyTorch's kernel."""
     head_dim = q.shape[3]
     lse = lse.transpose(1, 2).contiguous()
     given: Any = [x.transpose(1, 2) for x in (grad_out, q, k, v, out)]
@@ -135,7 +138,7 @@ def _fused(
 
 
 def _padded(x: torch.Tensor, channels: int) -> torch.Tensor:
-    """x with so many zeros behind the channels of each head, whose channels lie side by side."""
+    """Append zeros to the channels of each head, and make the channels contiguous."""
     if channels:
         return F.pad(x, (0, channels))
     return x if x.stride(-1) == 1 else x.contiguous()

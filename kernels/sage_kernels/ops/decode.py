@@ -1,7 +1,7 @@
-"""The INT8 cache's ops, append and attend: check, then the Triton kernels on a GPU or the reference on the CPU.
+"""The ops of the INT8 KV cache: append tokens, and attend over them.
 
-The way of a call is that of attention.py: the op checks it, `_attend` or `_append` decides what to launch, and a call
-like an earlier one is launched again as that one was (replay.py).
+A call goes the way of attention.py: the op checks it, `_attend` or `_append` decides what to launch (the reference on
+a CPU), and a call like an earlier one is replayed (replay.py).
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import torch
 
 from .. import reference
 from ..checks.decode import check_append, check_decode_inputs, check_decode_options
-from ..checks.tensors import check_called_below, without_tangents
-from ..compat import differentiates_forward
+from ..checks.tensors import check_called_below
 from ..facts.masking import Masking, canonical_mask, decode_band
-from .replay import TENSOR, is_plain_call, layout_of, make_again, remember
+from .dispatch import attention_of_nothing, call_op, fake_out, fake_out_lse
+from .replay import TENSOR, is_plain_call, layout_of, remember, replay_by_key
 
 
 _library = torch.library.Library("sage_kernels", "FRAGMENT")
@@ -46,27 +46,27 @@ def append_kv(
     ring: bool = False,
     k_balance: torch.Tensor | None = None,
 ) -> None:
-    """Quantise new tokens into an INT8 cache, in one launch; nothing else of the cache is read or written.
+    """Quantise new tokens into an INT8 KV cache, in one launch that touches no other tokens.
 
     A token's scale is its largest element / 127, rounded to bf16 before it divides. K is stored as
     (K - k_mean) · k_balance.
 
     Args:
         k, v: [B, H_kv, N, D] fp16, bf16 or fp32, any strides, the new tokens.
-        k_mean: fp32 [B, H_kv, D], subtracted from every key of its head, or None. It has to be the same in all calls.
-        k_codes, v_codes: int8 [B, H_kv, S, D], written; any strides, last one 1.
+        k_mean: fp32 [B, H_kv, D], the centre subtracted from every key of its head, or None. The same in all calls.
+        k_codes, v_codes: int8 [B, H_kv, S, D], written; any strides, the last one 1.
         k_scale, v_scale: bf16 [B, H_kv, S], written.
         position: how many tokens came before, an int, or an integer tensor [] that stays on its device.
-        ring: token number t goes to slot t modulo S; otherwise to slot t, and a token beyond S is an error where the
-            position is an int, and is not written where it is a tensor (attention then returns NaN).
-        k_balance: fp32 [B, H_kv, D], positive, or None for ones: smaller for a channel that is larger than the others,
-            whose scale they would have to share. It has to be the same in all calls, and given to attention, too.
+        ring: token number t goes to slot t modulo S. Otherwise it goes to slot t. A token beyond S is then an error
+            where the position is an int; where it is a tensor the token is not written, and attention returns NaN.
+        k_balance: fp32 [B, H_kv, D], positive, or None for ones. Smaller for a channel that is larger than the others,
+            which share its scale. The same in all calls, and for attention too.
     Raises: TypeError, ValueError, NotImplementedError before anything is written; see checks/.
     """
     tensors = (k, v, k_mean, k_codes, k_scale, v_codes, v_scale)
     key = None
     if not torch.compiler.is_compiling():
-        key, given, numbers, result = _append_again((*tensors, k_balance), position, ring)
+        key, given, numbers, result = _replay_append((*tensors, k_balance), position, ring)
         if result is not None:
             return
     check_append(*tensors, position, ring, k_balance)
@@ -75,7 +75,7 @@ def append_kv(
     if key is not None:
         remember(key, functools.partial(_append, *arguments), given, numbers)
     else:
-        _dispatch(torch.ops.sage_kernels.append_kv, arguments)
+        call_op(torch.ops.sage_kernels.append_kv, arguments)
 
 
 @overload
@@ -163,7 +163,7 @@ def sage_decode_attention(
     return_lse: bool = False,
     k_balance: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Attention of the last S_q tokens over an INT8 cache, which is read as it is: no dequantised copy is made.
+    """Attention of the last S_q tokens over an INT8 KV cache, without a dequantised copy of it.
 
     Q is quantised in the kernel, to two INT8 codes a channel (15 bits), so that the cache's own rounding is all the
     error there is in the scores. Made for few queries (S_q · H / H_kv <= 16 is one tile); any number works.
@@ -172,7 +172,7 @@ def sage_decode_attention(
         q: [B, S_q, H, D] fp16, bf16 or fp32, any strides, 1 <= D <= 256. Row i is token n - S_q + i of n.
         k_codes, k_scale, v_codes, v_scale, k_mean: the cache, as `append_kv` writes it; H_kv divides H.
         lengths: how many tokens were appended, an integer tensor [] or [B] on q's device; None: the buffers are full.
-            What lies beyond is never used, whatever it holds. More than S (and no ring): that sample's output is NaN.
+            Slots beyond are never used, whatever they hold. More than S (and no ring): that sample's output is NaN.
         ring: the cache is a ring and holds the last min(lengths, S) tokens.
         attn_mask: as in scaled_dot_product_attention: bool (True: visible) or floating point, broadcastable to
             [B, H, S_q, S]; column j is the j-th oldest token that the cache holds. A hidden key may hold anything.
@@ -181,7 +181,7 @@ def sage_decode_attention(
         softcap, sinks: as in `sage_attention`.
         scale: softmax scale, a Python number >= 0; D ** -0.5 if None.
         return_lse: also return the log-sum-exp of the scaled and masked scores.
-        k_balance: what `append_kv` was given.
+        k_balance: the same as for `append_kv`.
     Returns: out [B, S_q, H, D] contiguous, in q.dtype; with return_lse also lse [B, S_q, H] fp32, natural log. A row
         that sees nothing gives 0 and -inf. A token appended with NaN or inf gives NaN in all channels of the rows
         that see it.
@@ -191,7 +191,7 @@ def sage_decode_attention(
     key = None
     if attn_mask is None and not torch.compiler.is_compiling():
         options = (ring, causal, window, softcap, scale, return_lse)
-        key, given, numbers, result = _attend_again(q, (*cache, k_balance), lengths, sinks, options)
+        key, given, numbers, result = _replay_attend(q, (*cache, k_balance), lengths, sinks, options)
         if result is not None:
             return result
     check_decode_inputs(q, *cache, lengths, k_balance)
@@ -201,45 +201,37 @@ def sage_decode_attention(
     if key is not None:
         return remember(key, functools.partial(_implementation(return_lse), *arguments), given, numbers)
     ops = torch.ops.sage_kernels
-    return _dispatch(ops.decode_attention_lse if return_lse else ops.decode_attention, arguments)
+    return call_op(ops.decode_attention_lse if return_lse else ops.decode_attention, arguments)
 
 
-def _dispatch(op: Any, arguments: Any) -> Any:
-    """Call an op whose arguments are checked, and have no tangents."""
-    if differentiates_forward():
-        with without_tangents():
-            return op(*arguments)
-    return op(*arguments)
-
-
-_ANEW = (None, None, None, None)
+_NOT_REPLAYED = (None, None, None, None)
 _NONE = type(None)
 
 
-def _attend_again(q: torch.Tensor, cache: tuple[Any, ...], lengths: Any, sinks: Any, options: tuple[Any, ...]) -> Any:
-    """(key, tensors, numbers, results) of `sage_decode_attention` without a mask: the key is all that decides whether
-    the call is valid and what it launches, and results are None where no such call was made before.
+def _replay_attend(q: torch.Tensor, cache: tuple[Any, ...], lengths: Any, sinks: Any, options: tuple[Any, ...]) -> Any:
+    """Return (key, tensors, numbers, results) of a call of `sage_decode_attention` without a mask.
 
-    All are None without a GPU, where someone looks on, and for arguments that the checks will refuse.
+    Results are None if no equal call was recorded. All are None without a GPU, where someone has to see the call,
+    where a gradient is wanted, and for arguments that the checks will refuse.
     """
     if type(q) not in TENSOR or not q.is_cuda or not is_plain_call(q, *cache, lengths, sinks):
-        return _ANEW
+        return _NOT_REPLAYED
     if torch.is_grad_enabled() and (q.requires_grad or (sinks is not None and sinks.requires_grad)):
-        return _ANEW
-    return _found(*_attend_key(q, cache, lengths, sinks, options))
+        return _NOT_REPLAYED
+    return _replay(*_attend_key(q, cache, lengths, sinks, options))
 
 
 def _attend_key(q: torch.Tensor, cache: tuple[Any, ...], lengths: Any, sinks: Any, options: tuple[Any, ...]) -> Any:
-    """A call's key; its tensors; its numbers, which are no part of the key.
+    """Return a call's key, its tensors, and its numbers, which may differ between calls of one key.
 
-    cache: codes and scales, and what K was stored with. A growing one holds a token more in every call: the key has
-    what follows from that (tile, splits), not the number itself.
+    cache: codes and scales, then k_mean and k_balance. A growing cache holds one more token in every call, so the
+    key has what follows from that number (tile, splits) but not the number itself.
     """
     k_codes, window = cache[0], options[2]
     if any(x is None for x in cache[:4]) or q.dim() != 4 or k_codes.dim() != 4 or 0 in q.shape or 0 in k_codes.shape:
-        return _ANEW[:3]
+        return _NOT_REPLAYED[:3]
     if type(window) not in (int, _NONE):
-        return _ANEW[:3]
+        return _NOT_REPLAYED[:3]
     from .._triton.decode.launch import cut_decode
 
     tokens = k_codes.shape[2]
@@ -253,37 +245,43 @@ def _attend_key(q: torch.Tensor, cache: tuple[Any, ...], lengths: Any, sinks: An
     return tuple(key), [x for x in (q, *cache, lengths, sinks) if x is not None], {"capacity": tokens}
 
 
-def _append_again(tensors: Any, position: Any, ring: bool) -> Any:
-    """As _attend_again, of `append_kv`. tensors: k, v, k_mean, k_codes, k_scale, v_codes, v_scale, k_balance."""
+def _replay_append(tensors: Any, position: Any, ring: bool) -> Any:
+    """Return (key, tensors, numbers, results) of a call of `append_kv`, as `_replay_attend` does.
+
+    tensors: k, v, k_mean, k_codes, k_scale, v_codes, v_scale, k_balance.
+    """
     k, v = tensors[:2]
     if isinstance(position, torch.Tensor):
         tensors += (position,)
     if type(k) not in TENSOR or not k.is_cuda or not is_plain_call(*tensors):
-        return _ANEW
+        return _NOT_REPLAYED
     if torch.is_grad_enabled() and (k.requires_grad or (v is not None and v.requires_grad)):
-        return _ANEW
-    return _found(*_append_key(tensors, position, ring))
+        return _NOT_REPLAYED
+    return _replay(*_append_key(tensors, position, ring))
 
 
 def _append_key(tensors: Any, position: Any, ring: bool) -> Any:
-    """As _attend_key: where the host knows the position, that is no part of the key; that it fits is seen to."""
+    """Return key, tensors and numbers of a call of `append_kv`, as `_attend_key` does.
+
+    A position that the host knows is a number and not part of the key; that it fits the cache is checked here.
+    """
     k, v, _, k_codes, *scales = tensors[:7]
     if any(x is None for x in (v, k_codes, *scales)) or k.dim() != 4 or k_codes.dim() != 4 or 0 in k.shape:
-        return _ANEW[:3]
+        return _NOT_REPLAYED[:3]
     start = 0
     if not isinstance(position, torch.Tensor):
         start = position
         if type(start) is not int or start < 0 or not (ring is True or start + k.shape[2] <= k_codes.shape[2]):
-            return _ANEW[:3]
+            return _NOT_REPLAYED[:3]
     key = ("append", ring, type(ring), len(tensors), *(None if x is None else layout_of(x) for x in tensors))
     return key, [x for x in tensors if x is not None], {"start": start}
 
 
-def _found(key: Any, given: Any, numbers: Any) -> Any:
-    """A key, with what belongs to it, and the results of a call like it."""
+def _replay(key: Any, given: Any, numbers: Any) -> Any:
+    """Return (key, tensors, numbers, results), with the results of an equal call if one was recorded."""
     if key is None:
-        return _ANEW
-    key, results = make_again(key, given, numbers)
+        return _NOT_REPLAYED
+    key, results = replay_by_key(key, given, numbers)
     return key, given, numbers, results
 
 
@@ -306,7 +304,7 @@ def _attend(
     *,
     return_lse: bool,
 ) -> Any:
-    """What to launch for a checked call; nothing where there is nothing to attend to."""
+    """Attend by the kernels of a GPU or the reference; nothing runs for empty tensors."""
     left, right = decode_band(causal, window)
     masking = Masking(
         canonical_mask(attn_mask, k_codes.shape[2]), left, right, softcap=softcap,
@@ -314,10 +312,7 @@ def _attend(
     )  # fmt: skip
     cache = (k_codes, k_scale, v_codes, v_scale, k_mean)
     if q.numel() == 0 or k_codes.shape[2] == 0:
-        out = q.new_zeros(q.shape)
-        lse = q.new_full(q.shape[:3], -torch.inf, dtype=torch.float32)
-        if masking.sinks is not None:
-            lse = torch.maximum(lse, masking.sinks)
+        out, lse = attention_of_nothing(q, masking.sinks)
     elif q.is_cuda:
         from .._triton.decode.launch import launch_decode_attention
 
@@ -354,7 +349,7 @@ def _append(
     ring: bool,
     k_balance: torch.Tensor | None = None,
 ) -> None:
-    """What to launch for a checked call."""
+    """Write the tokens of a checked call into the cache, by the kernel of a GPU or the reference."""
     check_called_below("append_kv")
     if k.numel() == 0:
         return
@@ -372,18 +367,10 @@ def _append(
     )
 
 
-def _fake(q: torch.Tensor, *_: Any) -> Any:
-    return q.new_empty(q.shape)
-
-
-def _fake_lse(q: torch.Tensor, *_: Any) -> Any:
-    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float32)
-
-
 for _device in ("CPU", "CUDA"):
     _library.impl("decode_attention", _implementation(False), _device)
     _library.impl("decode_attention_lse", _implementation(True), _device)
     _library.impl("append_kv", _append, _device)
-torch.library.register_fake("sage_kernels::decode_attention", _fake, lib=_library)
-torch.library.register_fake("sage_kernels::decode_attention_lse", _fake_lse, lib=_library)
+torch.library.register_fake("sage_kernels::decode_attention", fake_out, lib=_library)
+torch.library.register_fake("sage_kernels::decode_attention_lse", fake_out_lse, lib=_library)
 torch.library.register_fake("sage_kernels::append_kv", lambda *_: None, lib=_library)

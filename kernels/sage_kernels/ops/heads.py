@@ -1,4 +1,4 @@
-"""Q and K made ready for attention in one pass: RMSNorm of each head, rotary embedding, parts put side by side."""
+"""The op `qk_norm_rope`: RMSNorm of heads and rotary embedding of Q and K in one pass."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import Any
 import torch
 
 from ..checks.heads import check_heads
-from ..checks.tensors import check_called_below, without_tangents
+from ..checks.tensors import check_called_below
 from ..compat import differentiates_forward
 from ..reference.heads import ref_qk_norm_rope
-from .replay import made_before, remember
+from .dispatch import call_op
+from .replay import remember, try_replay
 
 
 _library = torch.library.Library("sage_kernels", "FRAGMENT")
@@ -33,17 +34,17 @@ def qk_norm_rope(
     sin: Sequence[torch.Tensor] = (),
     pairs: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Q and K after RMSNorm and rotary embedding, of all parts of a sequence side by side; computed in fp32.
+    """Apply RMSNorm and the rotary embedding to Q and K, and concatenate the parts of the sequence.
 
     Args:
         q: parts of the sequence, such as text and image: [B, S_i, H, D] each, fp16, bf16 or fp32, an even D up to 256.
         k: the same parts, [B, S_i, H_kv, D].
-        q_weight, k_weight: one [D] for each part, the norms' own; None for none.
-        norm: whether there is an RMSNorm over D, with `eps`.
+        q_weight, k_weight: the norms' weights, one [D] for each part; None for none.
+        norm: True for an RMSNorm over D, with `eps`.
         cos, sin: angles: one table [S, D] of the whole sequence, or one [S_i, D] for each part; [.., D / 2] for one
             angle a pair; empty for no rotary embedding.
-        pairs: which channels turn together: 2i and 2i + 1; else i and i + D / 2.
-    Returns: q [B, S, H, D] and k [B, S, H_kv, D] of q's dtype, contiguous, rounded once.
+        pairs: channels 2i and 2i + 1 are rotated together; False: channels i and i + D / 2.
+    Returns: q [B, S, H, D] and k [B, S, H_kv, D] of q's dtype, contiguous. Computed in fp32 and rounded once.
     Raises: TypeError, ValueError, NotImplementedError before any launch; see checks/heads.py.
     Source: RMSNorm (arXiv:1910.07467), rotary embedding (arXiv:2104.09864).
     """
@@ -54,23 +55,21 @@ def qk_norm_rope(
     if all(isinstance(x, (list, tuple)) for x in lists):
         given = [x for values in lists for x in values]
     options = (norm, eps, pairs, *(len(x) for x in lists if given))
-    key, result = made_before("heads", tuple(given), options)
+    key, result = try_replay("heads", tuple(given), options)
     if result is None:
         check_heads(q, k, q_weight, k_weight, norm, eps, cos, sin)
         arguments = (list(q), list(k), list(q_weight), list(k_weight), norm, float(eps), list(cos), list(sin), pairs)
         if key is not None:
             result = remember(key, lambda: _qk_norm_rope(*arguments), [x for x in given if x is not None])
-        elif differentiates_forward():
-            with without_tangents():
-                result = torch.ops.sage_kernels.qk_norm_rope(*arguments)
         else:
-            result = torch.ops.sage_kernels.qk_norm_rope(*_without_gradients(arguments))
+            plain = arguments if differentiates_forward() else _without_gradients(arguments)
+            result = call_op(torch.ops.sage_kernels.qk_norm_rope, plain)
     found: tuple[torch.Tensor, torch.Tensor] = result
     return found
 
 
 def _without_gradients(arguments: Sequence[Any]) -> list[Any]:
-    """Modules' own parameters, detached: the results would require a gradient."""
+    """Detach parameters of modules, since results would otherwise require a gradient."""
 
     def detached(x: Any) -> Any:
         return x.detach() if isinstance(x, torch.Tensor) and x.requires_grad else x
@@ -94,13 +93,15 @@ def _fake(q: Any, k: Any, *_: Any) -> Any:
 
 
 def _of_op(*arguments: Any) -> Any:
-    """What the dispatcher hands the op's arguments to, compiled code's above all: a call like an earlier one is only
-    launched."""
+    """Run the op's arguments as the dispatcher passes them; a call like an earlier one is replayed.
+
+    Compiled code calls the op this way.
+    """
     check_called_below("qk_norm_rope")
     q, k, q_weight, k_weight, norm, eps, cos, sin, pairs = arguments
     lists = (q, k, q_weight, k_weight, cos, sin)
     given = tuple(x for values in lists for x in values)
-    key, result = made_before("op heads", given, (norm, eps, pairs, *map(len, lists)), dispatched=True)
+    key, result = try_replay("op heads", given, (norm, eps, pairs, *map(len, lists)), dispatched=True)
     if result is not None:
         return result
     if key is None:

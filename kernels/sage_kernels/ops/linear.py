@@ -1,4 +1,7 @@
-"""8-bit linear layers: quantise rows, multiply, and finish in one pass; Triton on a GPU, the reference on a CPU."""
+"""Ops of 8-bit linear layers: quantise rows, multiply, apply activation, gate and residual.
+
+Triton kernels on a GPU, the reference on a CPU.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,12 @@ from typing import Any, NamedTuple
 import torch
 
 from ..checks.linear import check_activation, check_linear, check_weight, check_weight_only
-from ..checks.tensors import check_called_below, without_tangents
-from ..compat import differentiates_forward
+from ..checks.tensors import check_called_below
 from ..facts.numerics import CODE_TYPES
 from ..facts.recipe import GATED
 from ..reference import linear as reference
-from .replay import made_before, remember
+from .dispatch import call_op
+from .replay import remember, try_replay
 
 
 _library = torch.library.Library("sage_kernels", "FRAGMENT")
@@ -29,7 +32,7 @@ _library.define("weight_only_linear(Tensor x, Tensor weight, Tensor weight_scale
 
 
 class QuantizedRows(NamedTuple):
-    """Rows in 8 bit, one scale a row: an activation [..., K], or the weight [N, K] of a linear layer.
+    """Rows in 8 bit with one scale each: an activation [..., K], or the weight [N, K] of a linear layer.
 
     Attributes:
         codes: int8 or float8_e4m3fn [..., K], the last stride 1, rows a multiple of 16 bytes apart.
@@ -41,7 +44,7 @@ class QuantizedRows(NamedTuple):
 
     @property
     def format(self) -> str:
-        """ "int8" or "fp8"."""
+        """Format of the codes, "int8" or "fp8"."""
         return "int8" if self.codes.dtype == torch.int8 else "fp8"
 
 
@@ -58,26 +61,26 @@ def quantize_activation(
     balance: torch.Tensor | None = None,
     beside: torch.Tensor | None = None,
 ) -> QuantizedRows:
-    """Rows of an activation in 8 bit, each by its own largest element, in one pass: norm, modulation, rounding.
+    """Quantise the rows of an activation in one pass, after an optional norm and modulation.
 
-    What is quantised is (norm(x) · weight + bias) · gain + shift, then · balance, computed in fp32 without rounding
-    in between.
+    The input of the quantiser is ((norm(x) · weight + bias) · gain + shift) · balance, computed in fp32. Each row is
+    scaled by its own largest element.
 
     Args:
         x: [..., K] fp16, bf16 or fp32, 1 to 4 dimensions.
-        format: "int8" (127 levels each side; the more exact one for rows without outliers) or "fp8" (e4m3).
+        format: "int8" (127 levels each side, more precise for rows without outliers) or "fp8" (e4m3).
         norm: "none", "layer" (LayerNorm) or "rms" (RMSNorm), over K, with `eps`.
-        weight, bias: [K], the norm's own; None for ones and zeros. Only with a norm.
+        weight, bias: [K], of the norm; None for ones and zeros. Only with a norm.
         gain, shift: broadcastable to x, usually [B, 1, K]: adaLN's 1 + scale and shift. None for ones and zeros.
-        balance: fp32 [K], positive: multiplies channels, small where they have outliers; the weight's columns were
+        balance: fp32 [K], positive: factor of each channel, small where it has outliers. The weight's columns were
             divided by it (`quantize_weight`).
-        beside: [..., K2] of x's dtype: columns that follow x's, as if both were one tensor [..., K + K2], which the
-            vectors then belong to; read from where they are.
+        beside: [..., K2] of x's dtype: more columns, as if x were one tensor [..., K + K2], but without a copy. The
+            vectors above then have K + K2 elements.
     Returns: codes of the rows' shape, scale of that shape without the columns.
     Raises: TypeError, ValueError, NotImplementedError before any launch; see checks/linear.py.
     Source: row-wise scales as in LLM.int8() (arXiv:2208.07339), the balance as in SmoothQuant (arXiv:2211.10438).
     """
-    key, result = made_before("quantize", (x, weight, bias, gain, shift, balance, beside), (format, norm, eps))
+    key, result = try_replay("quantize", (x, weight, bias, gain, shift, balance, beside), (format, norm, eps))
     if result is None:
         check_activation(x, format, norm, weight, bias, eps, gain, shift, balance, beside)
         arguments = (x, format, norm, weight, bias, float(eps), gain, shift, balance, beside)
@@ -85,23 +88,24 @@ def quantize_activation(
     return QuantizedRows(*result)
 
 
-SHRINKS = (1.0, 0.975, 0.95, 0.925, 0.9, 0.875, 0.85)  # of a weight row's largest element, that are tried
+# Ranges of codes that are tried for a weight's row, as shares of its largest element
+SHRINKS = (1.0, 0.975, 0.95, 0.925, 0.9, 0.875, 0.85)
 
 
 def quantize_weight(
     weight: torch.Tensor, *, format: str = "int8", balance: torch.Tensor | None = None, is_gated: bool = False
 ) -> QuantizedRows:
-    """A linear layer's weight in 8 bit, one scale an output channel; done once, by plain PyTorch.
+    """Quantise a linear layer's weight, one scale per output channel. Runs once, in plain PyTorch.
 
     The range of a row's codes is its largest element or a smaller share of it (SHRINKS), whichever leaves the least
-    squared error: a row with one outlier rounds all others finer.
+    squared error: a row with one outlier then rounds all its other elements finer.
 
     Args:
         weight: [N, K] fp16, bf16 or fp32, finite.
         format: "int8" or "fp8".
-        balance: fp32 [K], what `quantize_activation` is given: the weight's columns are divided by it.
-        is_gated: the first N/2 rows give the value, the others the gate of GEGLU or SwiGLU; they are stored in turns,
-            as `quantized_linear` wants them for `activation="geglu"` and "swiglu".
+        balance: fp32 [K], the one that `quantize_activation` is given: the weight's columns are divided by it.
+        is_gated: the first N/2 rows give the value, the others the gate of GEGLU or SwiGLU. They are stored
+            interleaved, as `quantized_linear` wants them for `activation="geglu"` and "swiglu".
     Returns: codes [N, K], scale [N].
     """
     check_weight(weight, format, balance, is_gated)
@@ -109,7 +113,7 @@ def quantize_weight(
     w = w if balance is None else w / balance.float()
     if is_gated:
         w = interleaved(w)
-    if format == "fp8":  # relative precision does not hang on the range
+    if format == "fp8":  # relative precision does not depend on the range
         return QuantizedRows(*_aligned(*reference.quantize(w, format)))
     amax = w.abs().amax(-1)
     best, least = amax, torch.full_like(amax, torch.inf)
@@ -122,7 +126,10 @@ def quantize_weight(
 
 
 def _aligned(codes: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """As the kernel lays them out: rows a multiple of 16 bytes apart, as copy engines want them, zeros between."""
+    """Lay out codes as the kernels want them: rows a multiple of 16 bytes apart, zeros between.
+
+    Copy engines ask for that.
+    """
     columns = codes.shape[-1]
     if columns % 16 == 0:
         return codes.contiguous(), scale.contiguous()
@@ -132,14 +139,14 @@ def _aligned(codes: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, to
 
 
 def _new_rows(x: torch.Tensor, columns: int, dtype: torch.dtype) -> torch.Tensor:
-    """Room for codes of x's rows with so many columns, as the kernel lays them out."""
+    """Allocate codes for x's rows with so many columns, in the layout of `_aligned`."""
     if columns % 16 == 0:
         return x.new_empty((*x.shape[:-1], columns), dtype=dtype)
     return x.new_empty((*x.shape[:-1], -(-columns // 16) * 16), dtype=dtype)[..., :columns]
 
 
 def interleaved(rows: torch.Tensor) -> torch.Tensor:
-    """[N, ...] whose first half are values and second half gates, in turns: value 0, gate 0, value 1, gate 1 …"""
+    """Interleave values (first half of the rows) and gates: value 0, gate 0, value 1, gate 1 …"""
     return torch.stack(rows.chunk(2), 1).flatten(0, 1)
 
 
@@ -153,13 +160,13 @@ def quantized_linear(
     residual: torch.Tensor | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:
-    """residual + gate · activation(x · weightᵀ + bias) of 8-bit rows, exact sums, one rounding at the end.
+    """Multiply 8-bit rows: residual + gate · activation(x · weightᵀ + bias), rounded once at the end.
 
     Args:
         x: codes [..., K], scale [...], as `quantize_activation` returns them.
         weight: codes [N, K] of the same format, scale [N], as `quantize_weight` returns them.
         bias: [N] or None; with a gated activation in the weight's order (`interleaved`).
-        activation: "none", "gelu", "gelu_tanh", "silu", or of pairs of columns "geglu", "geglu_tanh", "swiglu":
+        activation: "none", "gelu", "gelu_tanh" or "silu". Of pairs of columns "geglu", "geglu_tanh", "swiglu":
             value · activation(gate), N / 2 columns.
         gate: broadcastable to the output, usually [B, 1, N]: adaLN's gate.
         residual: of the output's shape.
@@ -168,7 +175,7 @@ def quantized_linear(
     Raises: TypeError, ValueError, NotImplementedError before any launch; see checks/linear.py.
     """
     given = (*x, *weight, bias, gate, residual) if isinstance(x, tuple) and isinstance(weight, tuple) else ()
-    key, result = made_before("linear", given, (activation, dtype))
+    key, result = try_replay("linear", given, (activation, dtype))
     if result is None:
         check_linear(x, weight, bias, activation, gate, residual, dtype)
         arguments = (*x, *weight, bias, activation, gate, residual, dtype)
@@ -177,10 +184,11 @@ def quantized_linear(
 
 
 def weight_only_linear(x: torch.Tensor, weight: QuantizedRows, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x · weightᵀ + bias of an activation as it is and a weight in INT8: less to read where there are few rows.
+    """Multiply a 16-bit activation by an INT8 weight: x · weightᵀ + bias. For few rows.
 
-    Codes are exact in 16 bit; sums of x · codes are fp32, times the scale of their column, plus the bias, and rounded
-    once. A row of x with NaN or inf has no finite output, nor has one whose sums of x · codes exceed fp32.
+    Such a layer waits for its weight to be read, and INT8 halves that. Codes are exact in 16 bit. Sums of x · codes
+    are fp32, times the scale of their column, plus the bias, and rounded once. A row of x with NaN or inf has no
+    finite output, nor has a row whose sums exceed fp32.
 
     Args:
         x: [..., K] fp16, bf16 or fp32, 1 to 4 dimensions.
@@ -190,7 +198,7 @@ def weight_only_linear(x: torch.Tensor, weight: QuantizedRows, bias: torch.Tenso
     Raises: TypeError, ValueError, NotImplementedError before any launch; see checks/linear.py.
     """
     given = (x, *weight, bias) if isinstance(weight, tuple) else ()
-    key, result = made_before("weight_only", given, ())
+    key, result = try_replay("weight_only", given, ())
     if result is None:
         check_weight_only(x, weight, bias)
         result = run_op(key, _weight_only_linear, "weight_only_linear", (x, *weight, bias))
@@ -198,15 +206,11 @@ def weight_only_linear(x: torch.Tensor, weight: QuantizedRows, bias: torch.Tenso
 
 
 def run_op(key: Any, function: Callable[..., Any], op: str, arguments: Iterable[Any]) -> Any:
-    """The checked call: its launches are remembered under the key, if there is one."""
+    """Run a checked call: through the dispatcher, or, with a key, recorded for replays."""
     if key is None:
-        call = getattr(torch.ops.sage_kernels, op)
-        # a module's own parameters: the result would require a gradient, and the next call refuse it
+        # parameters of modules are detached: the result would require a gradient, which the next call refuses
         arguments = [x.detach() if isinstance(x, torch.Tensor) and x.requires_grad else x for x in arguments]
-        if differentiates_forward():
-            with without_tangents():
-                return call(*arguments)
-        return call(*arguments)
+        return call_op(getattr(torch.ops.sage_kernels, op), arguments)
     given = [x for x in arguments if isinstance(x, torch.Tensor)]
     return remember(key, lambda: function(*arguments), given)
 
@@ -215,6 +219,7 @@ def compute_codes(
     x: torch.Tensor, format: str, norm: str, weight: Any, bias: Any, eps: float, gain: Any, shift: Any, balance: Any,
     beside: Any,
 ) -> Any:  # fmt: skip
+    """Codes and scale of the rows of a checked call of `quantize_activation`."""
     options = {"format": format, "norm": norm, "weight": weight, "bias": bias, "eps": eps}
     options |= {"gain": gain, "shift": shift, "balance": balance, "beside": beside}
     if x.is_cuda and x.numel():
@@ -230,6 +235,7 @@ def compute_linear(
     codes: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, bias: Any,
     activation: str, gate: Any, residual: Any, dtype: torch.dtype,
 ) -> Any:  # fmt: skip
+    """Output of a checked call of `quantized_linear`."""
     options = {"activation": activation, "gate": gate, "residual": residual, "dtype": dtype}
     if codes.is_cuda and codes.numel():
         from .._triton.linear.launch import launch_quantized_linear
@@ -265,14 +271,16 @@ def _fake_weight_only_linear(x: torch.Tensor, weight: torch.Tensor, weight_scale
 
 
 def of_op(name: str, function: Callable[..., Any], tensors: tuple[int, ...]) -> Callable[..., Any]:
-    """What the dispatcher hands an op's arguments to, compiled code's above all: a call like an earlier one is only
-    launched. tensors: which arguments are."""
+    """Return the function that the dispatcher calls for an op; it replays calls like an earlier one.
+
+    Compiled code calls ops this way. tensors: which of the op's arguments are tensors or None.
+    """
 
     def run(*arguments: Any) -> Any:
         check_called_below(name)
         given = tuple(arguments[i] for i in tensors)
         options = tuple(x for i, x in enumerate(arguments) if i not in tensors)
-        key, result = made_before(f"op {name}", given, options, dispatched=True)
+        key, result = try_replay(f"op {name}", given, options, dispatched=True)
         if result is not None:
             return result
         if key is None:

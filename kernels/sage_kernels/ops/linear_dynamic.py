@@ -1,4 +1,7 @@
-"""An 8-bit linear layer of a 16-bit activation in one call: its rows are quantised for this product alone."""
+"""The op `dynamic_linear`: an 8-bit linear layer of a 16-bit activation in one call.
+
+For rows that are quantised for this product alone.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from ..checks.linear import check_activation, check_linear, check_quantized
 from ..facts.numerics import CODE_TYPES
 from ..facts.recipe import GATED
 from .linear import QuantizedRows, compute_codes, compute_linear, of_op, run_op
-from .replay import made_before
+from .replay import try_replay
 
 
 _library = torch.library.Library("sage_kernels", "FRAGMENT")
@@ -19,8 +22,8 @@ _library.define(
     "Tensor? shift, Tensor? balance, Tensor? beside, Tensor weight, Tensor weight_scale, Tensor? bias, "
     "str activation, Tensor? gate, Tensor? residual, ScalarType dtype) -> Tensor"
 )
-_TENSORS = (0, 3, 4, 6, 7, 8, 9, 10, 11, 12, 14, 15)  # which of the op's arguments are tensors, or None
-_OF_ROWS = 10  # so many arguments say how rows are quantised; the others, how they are multiplied
+_TENSORS = (0, 3, 4, 6, 7, 8, 9, 10, 11, 12, 14, 15)  # places of the op's arguments that are tensors or None
+_OF_ROWS = 10  # the first arguments, up to here, say how rows are quantised; the others how they are multiplied
 
 
 def dynamic_linear(
@@ -41,13 +44,14 @@ def dynamic_linear(
     residual: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """`quantized_linear` of `quantize_activation`, to the bit, where no other product needs the rows.
+    """Quantise the rows of x and multiply them by an 8-bit weight, in one call.
 
-    The same launches; the host checks, looks up and allocates once.
+    The bits are those of `quantized_linear` after `quantize_activation`, and so are the launches; the host checks,
+    looks up and allocates once.
 
     Args:
         x: [..., K] fp16, bf16 or fp32, 1 to 4 dimensions.
-        weight: codes [N, K], scale [N], as `quantize_weight` returns them; their format is that of x's rows.
+        weight: codes [N, K], scale [N], as `quantize_weight` returns them. x's rows get the same format.
         bias, activation, gate, residual: see `quantized_linear`.
         norm, norm_weight, norm_bias, eps, gain, shift, balance, beside: see `quantize_activation`.
         dtype: of the output, fp16, bf16 or fp32; x's if None.
@@ -57,7 +61,7 @@ def dynamic_linear(
     dtype = x.dtype if dtype is None and isinstance(x, torch.Tensor) else dtype
     of_rows: tuple[Any, ...] = (x, norm_weight, norm_bias, gain, shift, balance, beside)
     given = (*of_rows, *weight, bias, gate, residual) if isinstance(weight, tuple) else ()
-    key, result = made_before("dynamic", given, (norm, eps, activation, dtype))
+    key, result = try_replay("dynamic", given, (norm, eps, activation, dtype))
     if result is None:
         check_quantized("weight", weight, tuple(CODE_TYPES.values()))
         format = "int8" if weight[0].dtype == torch.int8 else "fp8"
@@ -72,7 +76,7 @@ def dynamic_linear(
 
 
 def _stand_in(x: torch.Tensor, format: str, beside: torch.Tensor | None) -> QuantizedRows:
-    """Of the shape, type and device of x's rows: what the product's checks look at."""
+    """Return rows without memory, of the shape, type and device of x's: all that the checks look at."""
     columns = x.shape[-1] + (0 if beside is None else beside.shape[-1])
     codes = x.new_empty((), dtype=CODE_TYPES[format]).expand(*x.shape[:-1], columns)
     return QuantizedRows(codes, x.new_empty((), dtype=torch.float32).expand(x.shape[:-1]))

@@ -1,4 +1,4 @@
-"""The op that closes a denoising step and plans the next, on a GPU in one launch."""
+"""The op `plan_step`: close a denoising step and plan the next, on a GPU in one launch."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _OF_STATE = len(HeadState._fields)
 
 
 def plan_step(state: HeadState, *tensors: torch.Tensor, **numbers: float) -> None:
-    """Keep a step's statistics under its noise level, plan the next step and clear what it records, all in place.
+    """Record a step's statistics under its noise level, plan the next step, and clear the statistics.
 
-    For CUDA tensors. Arguments as _triton/prologue/plan_step.py's `launch_plan_step`, which has their shapes.
+    In place, for CUDA tensors. Arguments as of `launch_plan_step` in _triton/prologue/plan_step.py.
     """
     torch.ops.sage_kernels.plan_step(*state, *tensors, *(numbers[name] for name in _NUMBERS))
 

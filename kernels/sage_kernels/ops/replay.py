@@ -1,9 +1,10 @@
-"""Calls of an op like an earlier one: found by all that decides what they launch, then only launched.
+"""Replays: a call like an earlier one runs the launches that were recorded then, without checks.
 
-Imported without Triton; what is remembered is a Replay of `_triton/launch`. An op asks in this order:
-    is_usual(tensors, dispatched)    nobody has to see this call but its implementation
-    make_again(key, given)           the results, if a call of this key was made before
-    remember(key, call, given)       else, checked: make the call, and keep its launches under the key
+Imported without Triton; what is kept is a Replay of `_triton/launch`. An op asks in this order:
+    is_usual(tensors, dispatched)    may the call be replayed, as far as PyTorch is concerned?
+    replay_by_key(key, given)        the results, if a call of this key was recorded
+    remember(key, call, given)       else, after the checks: make the call and record its launches
+`try_replay` does the first two for most ops.
 """
 
 from __future__ import annotations
@@ -17,81 +18,81 @@ from .. import compat
 
 TENSOR = (torch.Tensor, torch.nn.Parameter)
 _PLAIN = {*TENSOR, type(None)}
-_LIMIT = 4096  # kinds of calls that are remembered
-made: dict[tuple, Callable] = {}  # key → Replay: results of a call with these tensors and numbers
+_LIMIT = 4096  # keys that are kept
+replays: dict[tuple, Callable] = {}  # key → Replay(tensors, numbers), which returns results
 
 
 def forget() -> None:
-    """All calls have to be made anew."""
-    made.clear()
+    """Drop all recorded calls."""
+    replays.clear()
 
 
 def is_plain_call(*tensors) -> bool:
-    """Whether the dispatcher would only hand this call on to its implementation: saves the host a third of the time.
+    """Return True if the dispatcher would only pass this call on to its implementation.
 
-    It is needed where someone looks on (compiler, tracer, profiler, a mode, torch.func) and for tensors that it
-    resolves first: subclasses, wrappers, negative bits, zeros without memory. What can't be told is not plain.
+    Skipping the dispatcher saves the host a third of the time. It is needed where someone has to see the call
+    (compiler, tracer, profiler, a mode, torch.func) and for tensors that it resolves first: subclasses, wrappers,
+    negative bits, zeros without memory. If that can't be told, the call is not plain.
     """
     return compat.nobody_looks_on() and _PLAIN.issuperset(map(type, tensors)) and compat.are_ordinary(tensors)
 
 
 def is_usual(tensors, dispatched: bool) -> bool:
-    """Whether a call may be one that is made again, as far as PyTorch can change what it means.
+    """Return True if PyTorch does not change the meaning of a call, so that it may be replayed.
 
-    dispatched: whether the dispatcher has handed it to its implementation for this device. Then all who look on have
-    seen it and what has to be resolved is; a tensor of another class is the only one that may not be what it seems.
+    dispatched: the dispatcher has passed the call to its implementation for this device. Then everyone who has to see
+    the call has seen it, and its tensors are resolved. Only a subclass of Tensor may still be something else.
     """
     return _PLAIN.issuperset(map(type, tensors)) if dispatched else is_plain_call(*tensors)
 
 
 def layout_of(x: torch.Tensor | None) -> tuple | None:
-    """What a launch knows of a tensor but its address."""
-    if x is None:  # the checks have words for it
+    """Return all that a launch knows of a tensor, apart from its address."""
+    if x is None:  # the checks raise for it if need be
         return None
-    return x.dtype, x.get_device(), x.shape, x.stride()  # a GPU's number: calls elsewhere are not made again
+    return x.dtype, x.get_device(), x.shape, x.stride()  # a GPU's number: no other calls are replayed
 
 
-def make_again(key: tuple, given, numbers=None):
-    """The key, and the results for these tensors and numbers if a call of this key was made before.
+def replay_by_key(key: tuple, given, numbers=None):
+    """Return the key, and the results for these tensors and numbers if a call of this key was recorded.
 
-    Results are None where the call has to be made anew; both are None where something unhashable is in the key.
+    Results are None if it was not, or can't be replayed now. Both are None where something unhashable is in the key.
     """
     try:
-        again = made.get(key)
+        replay = replays.get(key)
     except TypeError:
         return None, None
-    return key, None if again is None else again(given, numbers)
+    return key, None if replay is None else replay(given, numbers)
 
 
 def remember(key: tuple, call, given, numbers=None):
-    """What `call()` returns. Its launches are kept under the key, if they can be made again.
+    """Return what `call()` returns, and keep its launches under the key if they can be replayed.
 
-    given, numbers: the tensors, and the integers, that another call of this key may have others of; see
-    `_triton.launch.record`.
+    given, numbers: the tensors and integers that may be others in the next call; see `_triton.launch.record`.
     """
     from .._triton.launch import record
 
-    results, again = record(call, given, numbers)
-    if again is not None:
-        keep(key, again)
+    results, replay = record(call, given, numbers)
+    if replay is not None:
+        keep(key, replay)
     return results
 
 
-def keep(key: tuple, again: Callable) -> None:
-    """Have calls of this key made by again(given, numbers), which may give up: None."""
-    if len(made) >= _LIMIT:
-        made.clear()
-    made[key] = again
+def keep(key: tuple, replay: Callable) -> None:
+    """Let replay(given, numbers) answer calls of this key. It may return None: the call is then made."""
+    if len(replays) >= _LIMIT:
+        replays.clear()
+    replays[key] = replay
 
 
-def made_before(op: str, given: tuple, options: tuple, *, dispatched: bool = False):
-    """A call's key, and its results if it was made before.
+def try_replay(op: str, given: tuple, options: tuple, *, dispatched: bool = False):
+    """Return a call's key, and its results if an equal call was recorded.
 
-    Both are None where the call is neither found nor remembered: without a GPU, where someone looks on, and where a
-    gradient is wanted.
+    Both are None where a call is neither looked up nor recorded: without a GPU, where someone has to see the call, and
+    where a gradient is wanted.
 
     Args:
-        given: all tensors that the op takes, None for those that are missing, the first one never. options: all else.
+        given: all tensors that the op takes, None for missing ones; the first is never missing. options: all else.
         dispatched: see `is_usual`.
     """
     if torch.compiler.is_compiling() or not given or type(given[0]) not in TENSOR or not given[0].is_cuda:
@@ -101,9 +102,12 @@ def made_before(op: str, given: tuple, options: tuple, *, dispatched: bool = Fal
     tensors = [x for x in given if x is not None]
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         return None, None
-    return make_again(key_of(op, given, options), tensors)
+    return replay_by_key(key_of(op, given, options), tensors)
 
 
 def key_of(op: str, given: tuple, options: tuple) -> tuple:
-    """All that decides whether a call is valid and what it launches. 1, 1.0 and True are one key of a dictionary."""
+    """Return the key of a call: everything its checks read and its launches depend on.
+
+    The types of options are part of it, since 1, 1.0 and True are one key of a dictionary.
+    """
     return op, options, *map(type, options), *map(layout_of, given)

@@ -1,4 +1,4 @@
-"""Lists of key tiles for calls of one shape, in the tiles of the kernels that will read them."""
+"""Lists of key tiles to skip, made for the tiles of the kernels that will read them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ REFERENCE_BLOCK = (128, 128)  # of the CPU path
 
 
 def skip_block(device: torch.device, head_dim: int, recipe: str = DEFAULT_RECIPE) -> tuple[int, int]:
-    """Query rows and keys of a tile of `sage_attention` with lists, on this device.
+    """Return the query rows and keys of a tile of `sage_attention` with skip lists, on this device.
 
     Raises: NotImplementedError where the device can't run the recipe.
     """
@@ -28,15 +28,16 @@ def new_skip_state(
     batch: int, heads: int, seq_q: int, seq_kv: int, head_dim: int, device: torch.device | str, *,
     recipe: str = DEFAULT_RECIPE, limit: float = 0.01, every: int = 8,
 ) -> SkipState:  # fmt: skip
-    """Lists of key tiles to skip over denoising steps, for `sage_attention(skip=)` calls of one site and shape.
+    """Make empty lists of key tiles to skip, for calls of one attention call site and shape.
 
-    Between two steps raise `now` by 1, in place. For another run raise it by `every` or more: all lists are then void.
+    For `sage_attention(skip=)`. Between two denoising steps raise `now` by 1, in place. For another run raise it by
+    `every` or more: all lists are then void.
 
     Args:
         batch, heads, seq_q, seq_kv, head_dim: of q [B, S_q, H, D] and k [B, S_kv, H_kv, D].
         recipe: of the calls.
         limit: largest share of a row's probability that its list may leave out, 0 <= limit < 1.
-        every: each tile of query rows is measured anew at least once in so many steps, >= 1.
+        every: each tile of query rows is measured again at least once in so many steps, >= 1.
     Raises: ValueError for numbers out of range; NotImplementedError where the device can't run the recipe.
     """
     if not 0 <= limit < 1:

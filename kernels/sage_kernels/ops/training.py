@@ -1,4 +1,4 @@
-"""INT8 attention that can be differentiated: the forward of `sage_attention`, and a backward in 16 bit."""
+"""The op `differentiable_attention`: an INT8 forward with a backward in 16 bit."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from ..checks.tensors import check_called_below, check_no_tangent
 from ..facts.recipe import DEFAULT_RECIPE, RECIPES
 from .attention import sage_attention
 from .backward import attention_backward
+from .dispatch import fake_out_lse
 
 
 _library = torch.library.Library("sage_kernels", "FRAGMENT")
@@ -39,10 +40,10 @@ def differentiable_attention(
 ) -> torch.Tensor:
     """`sage_attention` with gradients for q, k and v: forward in INT8, backward in 16 bit.
 
-    The gradients are those of exact attention at the output and the log-sum-exp of the INT8 forward: rounding counts
-    as the identity. On N(0, 1) they are within 2 % (relative L2) of exact attention's. Source of the formula:
-    FlashAttention-2 (arXiv:2307.08691); PyTorch's own backward kernels compute it where they can
-    (`has_fused_backward`), else plain PyTorch does, slowly.
+    The gradients are those of softmax attention at the output and the log-sum-exp of the INT8 forward: rounding counts
+    as the identity. On N(0, 1) they are within 2 % (relative L2) of unquantised attention's. Source of the formula:
+    FlashAttention-2 (arXiv:2307.08691). PyTorch's own backward kernels compute it where they can
+    (`has_fused_backward`); elsewhere plain PyTorch does, slowly.
 
     Args: as of `sage_attention`. attn_mask gets no gradient: one that requires it is refused.
     Returns: out [B, S_q, H, D], contiguous, in q.dtype.
@@ -54,7 +55,7 @@ def differentiable_attention(
     for name, x in (("q", q), ("k", k), ("v", v)):
         if isinstance(x, torch.Tensor):
             check_no_tangent(name, x)
-    with torch.no_grad():  # that q, k and v require gradients is what this is for
+    with torch.no_grad():  # here q, k and v may require gradients, which the check refuses
         check_attention_inputs(q, k, v)
     check_masking(q, k, attn_mask, causal, None, None)
     causal = ("top_left" if causal else "") if isinstance(causal, bool) else causal
@@ -107,7 +108,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.T
 
 
 def _differentiate(ctx: Any, grad_out: torch.Tensor, grad_lse: torch.Tensor) -> tuple[Any, ...]:
-    """Nobody outside gets the log-sum-exp, so its gradient is zero."""
+    """Backward of the op. The gradient of the log-sum-exp is not used, since no caller gets it."""
     q, k, v, attn_mask, out, lse = ctx.saved_tensors
     op = torch.ops.sage_kernels.attention_backward
     grads = op(grad_out, q, k, v, attn_mask, out, lse, ctx.scale, ctx.causal)
@@ -124,11 +125,7 @@ def _refuse(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
 for _device in ("CPU", "CUDA"):
     _library.impl("attention_training", _forward, _device)
     _library.impl("attention_backward", _backward, _device)
-torch.library.register_fake(
-    "sage_kernels::attention_training",
-    lambda q, *_: (q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float32)),
-    lib=_library,
-)
+torch.library.register_fake("sage_kernels::attention_training", fake_out_lse, lib=_library)
 torch.library.register_fake(
     "sage_kernels::attention_backward",
     lambda grad_out, q, k, v, *_: tuple(x.new_empty(x.shape) for x in (q, k, v)),

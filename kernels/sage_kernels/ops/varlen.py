@@ -1,6 +1,6 @@
-"""Attention of packed sequences: many of different lengths in one call, one behind the other, without padding.
+"""The op `sage_attention_varlen`: attention of packed sequences, without padding.
 
-The way of a call is that of attention.py, to the same kernels: what is different, they read from the lengths.
+A call goes the way of attention.py to the same kernels; they read from the lengths what is different.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from typing import Any, Literal, overload
 import torch
 
 from .. import reference
-from ..checks.tensors import check_called_below, without_tangents
+from ..checks.tensors import check_called_below
 from ..checks.varlen import check_lengths, check_varlen
-from ..compat import differentiates_forward
 from ..facts.masking import packed_masking
 from ..facts.recipe import DEFAULT_RECIPE
-from .replay import is_plain_call, made_before, remember
+from .dispatch import attention_of_nothing, call_op, fake_out, fake_out_lse
+from .replay import is_plain_call, remember, try_replay
 
 
 _library = torch.library.Library("sage_kernels", "FRAGMENT")
@@ -93,23 +93,24 @@ def sage_attention_varlen(
     rotation: str = "none",
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """`sage_attention` of each of several sequences that lie one behind the other, of any lengths, in one call.
+    """Run `sage_attention` on each of several packed sequences of any lengths, in one call.
 
     Sequence b is rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] of q and cu_seqlens_k[b] to cu_seqlens_k[b + 1] of k and
-    v. Scales, center and balance are of one sequence each: no bit of its result hangs on what is in another one.
+    v. Scales, centre and balance are of one sequence each: no bit of its result depends on another sequence.
 
     Args:
         q: [total_q, H, D] fp16, bf16 or fp32, any strides, 1 <= D <= 256.
         k, v: [total_k, H_kv, D], same dtype and device; H_kv divides H.
         cu_seqlens_q, cu_seqlens_k: [sequences + 1] int32, contiguous, on q's device: 0 and the ends of the sequences,
-            ascending. They are read where they lie: a GPU's values are not checked, since that would wait for it, and
-            wrong ones give wrong rows but touch nothing outside of the tensors. Lengths of 0 are allowed.
-        max_seqlen_q, max_seqlen_k: longest sequences, as callers of such functions have them. Nothing hangs on them on
-            a GPU, neither grid nor memory nor result; on a CPU a longer sequence is an error.
+            ascending. A GPU's values are not checked, since the host would have to wait for them. Wrong ones give
+            wrong rows but touch nothing outside of the tensors. Lengths of 0 are allowed.
+        max_seqlen_q, max_seqlen_k: longest sequences, as callers of such functions have them. On a GPU they decide
+            nothing, neither grid nor memory nor result; on a CPU a longer sequence is an error.
         causal: row i of a sequence sees keys up to i + S_kv - S_q of it: the last row sees all of them.
-        window: a row sees this many keys on its side(s), that of its own position included: the last `window` keys
-            with causal, |key - (row + S_kv - S_q)| < window without.
-        scaling: "per_token" or "per_block". Scales of a head, and planned ones, are those of one shape of inputs.
+        window: sliding window, the row's own position included. With causal a row sees the last `window` keys; without
+            it, the keys with |key - (row + S_kv - S_q)| < window.
+        scaling: "per_token" or "per_block". Scales per head and planned scales are not available: they are of one
+            shape of inputs.
         softcap, sinks, recipe, scale, smooth_k, rotation, return_lse: as in `sage_attention`.
     Returns: out [total_q, H, D] contiguous, in q.dtype; with return_lse also lse [total_q, H] fp32, natural log. Rows
         behind the last sequence, and of a sequence without keys, are 0 (their lse -inf, or the sink).
@@ -121,7 +122,7 @@ def sage_attention_varlen(
     given = _distinct(q, k, v, cu_seqlens_q, cu_seqlens_k)
     if sinks is None:
         bounds = (max_seqlen_q is None or type(max_seqlen_q) is int, max_seqlen_k is None or type(max_seqlen_k) is int)
-        key, result = made_before("varlen", given, (*options, *bounds))
+        key, result = try_replay("varlen", given, (*options, *bounds))
         if result is not None:
             return _unpacked(result)
     check_varlen(
@@ -137,19 +138,16 @@ def sage_attention_varlen(
     if key is not None:
         return _unpacked(remember(key, lambda: _compute(*arguments, return_lse=return_lse), given))
     op = torch.ops.sage_kernels.attention_varlen_lse if return_lse else torch.ops.sage_kernels.attention_varlen
-    if differentiates_forward():
-        with without_tangents():
-            return op(*arguments)
-    return op(*arguments)
+    return call_op(op, arguments)
 
 
 def _distinct(q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any) -> tuple[Any, ...]:
-    """The tensors that a launch is handed: one of lengths where queries and keys have the same."""
+    """Return the tensors of a launch: one tensor of lengths if queries and keys share it."""
     return (q, k, v, cu_q) if cu_q is cu_k else (q, k, v, cu_q, cu_k)
 
 
 def _unpacked(result: Any) -> Any:
-    """Results [1, total, ...] of the launches without the batch."""
+    """Drop the batch dimension of results [1, total, ...]."""
     return result[0] if isinstance(result, torch.Tensor) else tuple(x[0] for x in result)
 
 
@@ -171,13 +169,13 @@ def _compute(
     *,
     return_lse: bool,
 ) -> Any:
-    """What to launch for a checked call, as a batch of 1; nothing where there is nothing to attend to."""
+    """Launch the kernels of a checked call as a batch of 1, or run the reference on a CPU.
+
+    Nothing runs for empty tensors.
+    """
     masking = packed_masking(causal, window, softcap, sinks, q.shape[0], k.shape[0])
     if 0 in q.shape or 0 in k.shape:
-        out = q.new_zeros((1, *q.shape))
-        lse = q.new_full((1, *q.shape[:2]), -torch.inf, dtype=torch.float32)
-        if masking.sinks is not None:
-            lse = torch.maximum(lse, masking.sinks)
+        out, lse = attention_of_nothing(q[None], masking.sinks)
         return (out, lse) if return_lse else out
     options: dict[str, Any] = {"scale": scale, "scaling": scaling, "smooth_k": smooth_k, "masking": masking}
     options |= {"recipe": recipe, "rotation": rotation}
@@ -204,16 +202,8 @@ def _implementation(return_lse: bool) -> Any:
     return run
 
 
-def _fake(q: torch.Tensor, *_: Any) -> Any:
-    return q.new_empty(q.shape)
-
-
-def _fake_lse(q: torch.Tensor, *_: Any) -> Any:
-    return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
-
-
 for _device in ("CPU", "CUDA"):
     _library.impl("attention_varlen", _implementation(False), _device)
     _library.impl("attention_varlen_lse", _implementation(True), _device)
-torch.library.register_fake("sage_kernels::attention_varlen", _fake, lib=_library)
-torch.library.register_fake("sage_kernels::attention_varlen_lse", _fake_lse, lib=_library)
+torch.library.register_fake("sage_kernels::attention_varlen", fake_out, lib=_library)
+torch.library.register_fake("sage_kernels::attention_varlen_lse", fake_out_lse, lib=_library)

@@ -1,7 +1,7 @@
-"""Kernels compiled ahead: which ones attention calls of one kind need, whatever their lengths and numbers of heads.
+"""Compile kernels ahead: those of one kind of attention calls, at any length and number of heads.
 
 Compiling takes seconds a kernel. `compile_ahead` starts it in the background, for calls that are to come; a call that
-is made before its kernels are ready waits for them. What is compiled is in Triton's cache from then on.
+is made before its kernels are ready waits for them. Compiled kernels stay in Triton's cache.
 """
 
 from __future__ import annotations
@@ -17,20 +17,21 @@ from ..facts.state import new_head_state
 from .skip_state import new_skip_state
 
 
-# Calls of up to 8,191 keys and longer ones have kernels of their own (query_slice, _triton/attention/tiles.py).
+# Calls of up to 8,191 keys and longer ones have different kernels (query_slice, _triton/attention/tiles.py).
 SHORT, LONG = 4096, 8192
 
 
 class CallKind(NamedTuple):
-    """What decides the kernels of an attention call, beside its length.
+    """All that decides the kernels of an attention call, apart from its length.
 
     Attributes:
-        dtype: of q, k and v. head_dim: channels a head.
+        dtype: of q, k and v.
+        head_dim: D of q, k and v.
         recipe, scaling, rotation: as of `sage_attention`; scaling "planned": with a state.
         keeps_rows: with "planned" and 8-bit P: later calls keep row maxima, and then begin from kept ones.
-        skips: later calls have lists of key tiles; with "planned" and without masks alone.
+        skips: later calls have lists of key tiles; only with "planned" and without masks.
         causal: "", "top_left" or "bottom_right".
-        by_key: with a mask of keys, of this type; None: without.
+        by_key: dtype of a mask of keys; None: without one.
         tokens: numbers of queries and keys, one of each length that has kernels of its own.
     """
 
@@ -47,11 +48,12 @@ class CallKind(NamedTuple):
 
 
 class HeadsKind(NamedTuple):
-    """What decides the kernel of `qk_norm_rope`.
+    """All that decides the kernel of `qk_norm_rope`.
 
     Attributes:
-        dtype, head_dim: as of CallKind. weight_dtype: of the norms' weights; None: without.
+        dtype, head_dim: as of CallKind.
         norm: whether there is an RMSNorm.
+        weight_dtype: of the norms' weights; None: without.
         complex_angles: the angles are complex numbers [S, D / 2], not cos and sin [S, D]; both are fp32.
         pairs: as of `qk_norm_rope`.
     """
@@ -65,7 +67,7 @@ class HeadsKind(NamedTuple):
 
 
 def heads_call(kind: HeadsKind, device: torch.device) -> Callable:
-    """The launch that makes heads of this kind ready for attention, for `compile_ahead`."""
+    """Return a function that launches `qk_norm_rope` for this kind, for `compile_ahead`."""
 
     def call():
         from .._triton.heads.qk_norm_rope import launch_qk_norm_rope
@@ -86,11 +88,11 @@ def compile_ahead(kinds: Iterable[CallKind], device: torch.device, others: Itera
     """Start to compile, in the background, the kernels of attention calls of these kinds on a GPU.
 
     Args:
-        kinds: calls that come first, first.
+        kinds: the calls in the order in which they will come.
         others: functions of no arguments that launch something else, as `heads_call` and
-            `planning.warm_up.closing_call` give.
-    Returns: a Compiling, whose `wait` ends when all are there.
-    Raises: what such a call would raise on this device, or as its tensors' memory runs out.
+            `planning.state.closing_call` return.
+    Returns: a Compiling; its `wait` ends when all are there.
+    Raises: all that such a call would raise on this device, or when its tensors run out of memory.
     """
     from .._triton import launch
 
@@ -104,8 +106,11 @@ def compile_ahead(kinds: Iterable[CallKind], device: torch.device, others: Itera
 
 
 def _calls(kind: CallKind, device: torch.device) -> Iterator[Callable]:
-    """Launches of one head, for each length; then those with known row maxima, whose kernel compiles longest of all,
-    and those that keep the first ones; all of them again with lists of key tiles."""
+    """Yield functions that launch attention of one head, each of the kind's lengths.
+
+    After the plain launches come those with known row maxima, whose kernel compiles longest, then those that keep the
+    first row maxima; then all of them again with lists of key tiles.
+    """
     from .._triton.attention.launch import launch_attention_fwd
 
     keeps = kind.keeps_rows and kind.scaling == "planned" and RECIPES[kind.recipe].keeps_rows

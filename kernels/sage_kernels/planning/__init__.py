@@ -1,4 +1,4 @@
-"""From the statistics of a step to the scales of the next: the state of attention's call sites and its rules.
+"""Planning: from the statistics of a denoising step to the plan of the next.
 
-May import the ops and their checks; knows nothing of Hugging Face. Nothing below imports it.
+May import the ops and facts; knows nothing of Hugging Face. No other room of sage_kernels imports it.
 """

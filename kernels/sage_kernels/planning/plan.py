@@ -1,4 +1,4 @@
-"""From the statistics that a rule chose to the plan that the kernels read: the formulas at the head of state.py."""
+"""Write the plan for the kernels, from the statistics of a rule's choice. Formulas: head of state.py."""
 
 from __future__ import annotations
 
@@ -9,27 +9,28 @@ from ..facts.state import PLAN_CENTER, PLAN_K_WEIGHT, PLAN_Q_WEIGHT, PLAN_V_SCAL
 from .rules import Source, ranges
 
 
-# A channel of V that is this much smaller than the head's largest gets room to grow to it: e4m3 has 12 binades below
-# the planned amax before it loses bits, so 6 of them may be given away.
+# A channel of V is planned as if its amax were at least this share of the head's largest, which leaves it room to
+# grow. e4m3 has 12 binades below the planned amax before it loses bits, and this gives away 6 of them.
 V_CHANNEL_FLOOR = 2.0**-6
 
 
 def write_plan(
     state: HeadState, is_channel: torch.Tensor, source: Source, margin: float, kept: torch.Tensor | None = None
 ) -> None:
-    """Write the plan of every known head of `source`, in place; of R heads in all, bool [R, D] are channels.
+    """Write the plan of every known head of `source`, in place.
 
-    Of the other heads, those in `kept` bool [R] (None: none) keep the plan they have; the rest run dynamic.
+    Of the other heads, those in `kept` bool [R] (None: none) keep the plan that they have; the rest run without one.
+    is_channel: bool [R, D], the channels in use of all R heads.
     """
     kept = torch.zeros_like(source.known) if kept is None else kept
     q_amax, center, k_amax = ranges(source.stats, is_channel)
     balance = (q_amax / k_amax).sqrt()
-    reach = q_amax.sqrt() * k_amax.sqrt()  # what both |q / b| and |(k - c)·b| reach
+    reach = q_amax.sqrt() * k_amax.sqrt()  # the largest |q / b|, and the largest |(k - c)·b|
     scale = margin * reach.amax(-1, keepdim=True) / INT8_MAX
     if source.gain is not None:
         scale = scale * source.gain[:, None]
     k_weight, q_weight = balance / scale, 1.0 / balance
-    # a head of zeros or of extreme range has no usable balance: it stays unknown and runs dynamic
+    # a head of zeros or of extreme range has no usable balance: it stays unknown and runs without a plan
     good = (
         source.known
         & torch.isfinite(k_weight).all(-1)

@@ -1,12 +1,12 @@
-"""Scaling rules: which statistics plan the next step. One state object (state.py) serves all of them.
+"""Scaling rules: they choose the statistics that the next step is planned from.
 
-A rule sees three sources: the step just finished, the table of statistics per noise level, and what it keeps of this
-run. It returns one `Source` per step; turning that into c, b and s, and the kernels' guard (a tile of keys beyond
-its plan takes its own larger scale, counted), are the same for every rule, so none of them can clip. Everything is
-tensor operations on the device of the state: nothing waits for it, nothing recompiles.
+A rule sees three sources: the step just finished, the table of statistics by noise level, and what it keeps of this
+run. It returns one `Source` per step. Everything after that is the same for all rules: turning statistics into c, b
+and s, and the kernels' guard (a tile of keys beyond its plan takes its own larger scale, counted). So no rule can
+clip. All is done by tensor operations on the state's device: nothing waits for it, nothing recompiles.
 
-What a run draws depends on its inputs and options alone. So the table, which every run records into, is planned from
-only once the user has frozen it; from then on no run changes it. `TimestepAdaptive` is the exception, by name.
+The result of a run depends on its inputs and options alone. So every run records into the table, but it is planned
+from only once the user has frozen it; from then on no run changes it. `TimestepAdaptive` is the exception.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from ..facts.recipe import CHANNEL_FLOOR
 from ..facts.state import STAT_K_MAX, STAT_K_MIN, STAT_Q_AMAX, STAT_V_AMAX
 
 
-# A power law replaces the static scale of a head only where it explains this much of log s and bends this much.
+# A power law replaces a head's static scale only if its fit has this R² and its exponent is larger than this.
 FIT_R2 = 0.9
 FIT_GAMMA = 0.15
 FIT_POINTS = 3  # noise levels: two points are always on a line
 
 
 class Source(NamedTuple):
-    """What the next step is planned from.
+    """Statistics that the next step is planned from.
 
     Attributes:
         stats: fp32 [R, 4, D], per-channel max |q|, max k, min k, max |v| of every head.
-        known: bool [R], heads that get a plan of it; the others keep theirs within a run, or run dynamic.
+        known: bool [R], heads that get a plan of it. The others keep theirs within a run, or run without one.
         gain: fp32 [R], factor on the planned scale; None is 1.
     """
 
@@ -41,7 +41,10 @@ class Source(NamedTuple):
 
 
 def ranges(stats: torch.Tensor, is_channel: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(max |q|, centre of k, its max distance) of statistics [..., R, 4, D], floored -> [..., R, D]; 0 elsewhere."""
+    """Return max |q|, the centre of k, and the max distance from it, each [..., R, D].
+
+    stats: [..., R, 4, D]. Both maxima have a floor, a small share of the head's largest. 0 outside of `is_channel`.
+    """
     q_amax = torch.where(is_channel, stats[..., STAT_Q_AMAX, :], 0.0)
     high, low = stats[..., STAT_K_MAX, :] * 0.5, stats[..., STAT_K_MIN, :] * 0.5
     center = torch.where(is_channel, high + low, 0.0)
@@ -52,7 +55,10 @@ def ranges(stats: torch.Tensor, is_channel: torch.Tensor) -> tuple[torch.Tensor,
 
 
 def merge(stats: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
-    """The widest of statistics [N, R, 4, D] where `valid` bool [N, R]; 0 for heads without any -> [R, 4, D]."""
+    """Merge N statistics to the widest, [R, 4, D]. 0 for heads without any.
+
+    stats: [N, R, 4, D]. valid: bool [N, R], the statistics that count.
+    """
     chosen = valid[..., None]
     parts = (
         torch.where(chosen, stats[:, :, STAT_Q_AMAX], 0.0).amax(0),
@@ -64,46 +70,50 @@ def merge(stats: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
 
 
 def prefer(first: torch.Tensor, has_first: torch.Tensor, second: torch.Tensor, has_second: torch.Tensor) -> Source:
-    """Heads of `first` where there are any, else of `second`."""
+    """Take each head's statistics from `first` where it has them, else from `second`."""
     return Source(torch.where(has_first[:, None, None], first, second), has_first | has_second)
 
 
 class Timestep:
-    """The previous step's statistics; those of a frozen table at this noise level where there are any.
+    """Rule: plan from a frozen table if it has this noise level, else from the previous step.
 
-    Attributes: adapts: whether a run plans from what earlier runs recorded, frozen or not.
+    Attributes:
+        adapts: a run plans from the records of earlier runs even if they are not frozen.
     """
 
     adapts = False
 
     def refit(self, state) -> None:
-        """The table, or what may be planned from it, has changed. Called when a run starts, and after a restore."""
+        """Read the table again: it changed, a run starts, or a snapshot was restored."""
 
     def forget(self, state, rows: slice) -> None:
-        """What was learnt of these heads no longer holds; their entries of the table are gone already."""
+        """Drop what was learnt of these heads. Their entries of the table are gone already."""
 
     def restart(self, begins: torch.Tensor) -> None:
-        """Where `begins` bool [] holds, another run starts: what this one left says nothing of it."""
+        """Drop what this run left if another run starts: `begins` bool []."""
 
     def first(self, state, bin_: torch.Tensor) -> Source:
-        """For the first step of a run, in noise bin `bin_` int64 [1]."""
+        """Return the source of the first step of a run, in noise bin `bin_` int64 [1]."""
         return Source(*state.from_table(bin_))
 
     def following(self, state, bin_: torch.Tensor, seen: torch.Tensor) -> Source:
-        """For the step after the one whose statistics the state holds; `seen` bool [R]: heads that have them."""
+        """Return the source of the step after the one whose statistics the state holds.
+
+        seen: bool [R], heads that have such statistics.
+        """
         earlier, known = state.from_table(bin_)
-        # a head that left the range of its plan no longer trusts what an earlier run left
+        # a head that left the range of its plan no longer trusts the table
         return prefer(earlier, known & ~(state.strayed() & seen), state.step_stats, seen)
 
 
 class TimestepAdaptive(Timestep):
-    """An earlier run's statistics at this noise level, else the previous step's: runs depend on those before them."""
+    """Rule: as Timestep, but earlier runs count without a freeze, so results depend on the runs before."""
 
     adapts = True
 
 
 class Delayed(Timestep):
-    """The widest of the last `history` steps of this run; its first step runs dynamic."""
+    """Rule: plan from the widest of the last `history` steps of this run. The first step has no plan."""
 
     def __init__(self, history: int):
         if history < 1:
@@ -138,9 +148,9 @@ class Delayed(Timestep):
 
 
 class Static(Timestep):
-    """One plan per head for every step, of the widest statistics in a frozen table.
+    """Rule: one plan per head for every step, from the widest statistics in a frozen table.
 
-    Before there is one, runs plan from the previous step, and record.
+    Before the table is frozen, runs plan from the previous step, and record.
     """
 
     def refit(self, state) -> None:
@@ -161,10 +171,10 @@ class Static(Timestep):
 
 
 class SigmaPower(Static):
-    """Static vectors with the scale s = s_ref·(σ/σ_ref)^γ, σ the noise level at the middle of its bin.
+    """Rule: as Static, with the scale s = s_ref·(σ/σ_ref)^γ, σ the noise level at the middle of its bin.
 
     (σ_ref, s_ref) is the centre of the frozen table's points (log σ, log s). With gamma=None each head has the γ of
-    the least-squares line, and stays static where that is no good fit (R² < 0.9, |γ| <= 0.15 or fewer than three noise
+    the least-squares line, and stays static where the fit is poor (R² < 0.9, |γ| <= 0.15 or fewer than three noise
     levels). A number is used for every head: 1 is the formula s ∝ σ, -1 is s ∝ 1/σ.
     """
 
@@ -189,7 +199,10 @@ class SigmaPower(Static):
 
 
 class PowerFit(NamedTuple):
-    """Least-squares lines log s = center + gamma·(log σ - log_level), each fp32 [R] but good, bool [R]."""
+    """Least-squares lines log s = center + gamma·(log σ - log_level) of R heads.
+
+    Each field is fp32 [R], except good, bool [R].
+    """
 
     gamma: torch.Tensor
     r2: torch.Tensor
@@ -199,7 +212,10 @@ class PowerFit(NamedTuple):
 
 
 def fit_power(log_levels: torch.Tensor, scales: torch.Tensor, valid: torch.Tensor) -> PowerFit:
-    """Fit scales [bins, R] over log noise levels [bins], where `valid` bool [bins, R]. 0 for heads without points."""
+    """Fit scales [bins, R] over log noise levels [bins]. Heads without points get 0.
+
+    valid: bool [bins, R], the points that count.
+    """
     usable = valid & (scales > 0)
     count = usable.sum(0).clamp_min(1)
 
@@ -216,7 +232,7 @@ def fit_power(log_levels: torch.Tensor, scales: torch.Tensor, valid: torch.Tenso
     return PowerFit(gamma, r2, mean_y, mean_x, good)
 
 
-# By the name that a user writes; sage_processors/options.py says what each is good for.
+# By the name that a user writes; sage_processors/options.py says which to use when.
 RULES = {
     "timestep": lambda scaling: Timestep(),
     "timestep_adaptive": lambda scaling: TimestepAdaptive(),
@@ -224,9 +240,9 @@ RULES = {
     "static": lambda scaling: Static(),
     "sigma_power": lambda scaling: SigmaPower(None if scaling.gamma == "fit" else float(scaling.gamma)),
 }
-NEED_RUNS = ("static", "sigma_power")  # planned from whole runs: something must say where one ends
+NEED_RUNS = ("static", "sigma_power")  # planned from whole runs: their ends must be known
 ADAPTIVE = "timestep_adaptive"
-FROM_TABLE = ("timestep", ADAPTIVE, *NEED_RUNS)  # those that a frozen table means something to
+FROM_TABLE = ("timestep", ADAPTIVE, *NEED_RUNS)  # rules that use a frozen table
 
 
 def rule_for(scaling) -> Timestep:

@@ -1,9 +1,9 @@
-"""Which key tiles calls need not visit, kept from one denoising step to the next: the lists of all call sites.
+"""Lists of key tiles to skip, and whatever else calls keep from one denoising step to the next.
 
-Lists are of one run: another run, prompt or shape begins with empty ones, and its first call measures everything. What
-a list says is checked on the device, in the calls themselves (../skipping.py); here it is decided which list a call
-gets, and at which steps none. That is so at the first steps of a run, which decide what the picture becomes, at the
-last ones, and where nobody says which step runs. Sites may have limits of their own, also by noise level.
+Lists are of one run: another run, prompt or shape begins with empty lists, and its first call measures everything. The
+calls themselves check their lists on the device (facts/skipping.py). This module decides which list a call gets, and
+when a call gets none: at the first steps of a run, which decide the picture's contents, at the last ones, and where
+the running step is unknown. Sites may have limits of their own, also by noise level.
 """
 
 from __future__ import annotations
@@ -15,35 +15,34 @@ import torch
 from ..facts.recipe import DEFAULT_RECIPE
 from ..facts.skipping import TOTAL_FIELDS, SkipState, empty_lists, list_bytes, totals_of
 from ..ops.skip_state import skip_block
+from .row_maxima import MOST_CALLS, RowMaxima
 
 
 # A bit for each pair of a query and a key tile: a video model of 40 layers, 40 heads and 76 000 tokens needs 97 MB on
-# Hopper's tiles of 192 x 64, and as much again for guidance. What does not fit stays dense.
+# Hopper's tiles of 192 x 64, and as much again for guidance. Calls beyond the limit visit all tiles.
 LIMIT_BYTES = 512 * 2**20
-# Calls of one site and shape in a step that are told apart, as RowMaxima does.
-MOST_CALLS = 16
-# Fewer key tiles than this are not worth a list: the text that a video looks at.
+# Fewer key tiles are not worth a list, such as those of a video model's text.
 LEAST_TILES = 8
 # Why a call has no list
 DENSE = ("masked", "short", "first_last", "unfollowed", "memory", "calls", "graph", "parallel", "no_limit")
 
 
 class SkipLists:
-    """Lists of the call sites of one ScaleState, by shape and by place among the calls of a step.
+    """Skip lists of the call sites of one ScaleState, by shape and by place among the calls of a step.
 
-    The n-th call of a site in a step meets what the n-th call of the step before left, so that guidance that calls a
-    model twice keeps both apart. A layer that steps leave out (attention caches) finds its lists as old as they are:
-    what would have been measured meanwhile is measured in its next call. A CUDA graph keeps the lists of the call that
+    The n-th call of a site in a step reads the list of the n-th call in the step before, so that guidance that calls a
+    model twice keeps both apart. A layer that some steps leave out (attention caches) finds its lists at their age:
+    its next call measures all that would have been measured meanwhile. A CUDA graph keeps the lists of the call that
     it was captured from; steps and runs reach it through `now` and `limit`, which are tensors.
 
     Args:
-        sites: how many there are. device: where they run.
-        limit: largest share of a row's probability that its list may leave out, below 1, 0: nothing; of all sites, or
-            for each site one or a tuple of one for each range of noise levels.
-        borders: noise levels between these ranges, ascending. Crossing one makes all lists void: those of a larger
-            limit leave out more than a smaller one allows.
+        sites: number of call sites. device: where they run.
+        limit: largest share of a row's probability that its list may leave out, below 1; 0: nothing. One number for
+            all sites, or for each site a number or a tuple with a number for each range of noise levels.
+        borders: noise levels between these ranges, ascending. Crossing one makes all lists void, since lists of a
+            larger limit leave out more than a smaller one allows.
         every: each tile of query rows is measured at least once in so many steps.
-        first_steps, last_steps: so many steps of a run have no lists.
+        first_steps, last_steps: number of steps without lists at the start and at the end of a run.
         memory: bytes that may be kept in all.
     """
 
@@ -63,7 +62,7 @@ class SkipLists:
 
     def _allocate(self, device: torch.device) -> None:
         self.device, self.nbytes = device, 0
-        self._blocks: dict[tuple[int, str], tuple[int, int]] = {}  # head_dim, recipe → tile: asking takes a while
+        self._blocks: dict[tuple[int, str], tuple[int, int]] = {}  # (head_dim, recipe) → tile: asking takes long
         self._kept: dict[tuple, SkipState] = {}
         self._calls: dict[tuple, int] = {}
         self._used: set[tuple] = set()  # in this run
@@ -71,7 +70,7 @@ class SkipLists:
         self._is_dense = True
         with torch.inference_mode(False):  # inference tensors could not be written to outside of inference_mode
             self.now = torch.zeros((), dtype=torch.int32, device=device)
-            # of each site in this step; 16 bytes a site: rows are aligned as kernels want it
+            # limit of each site in this step; 16 bytes a site: rows are aligned as kernels want them
             self.limit_of_step = torch.zeros(self._sites, 4, dtype=torch.float32, device=device)
             limits = torch.tensor(self.limits, dtype=torch.float32, device=device)
             self._limits = limits.reshape(self._sites, -1).T.contiguous()
@@ -81,9 +80,9 @@ class SkipLists:
             self.went_back = torch.zeros((), dtype=torch.int64, device=device)
 
     def of(self, site: int, q: torch.Tensor, k: torch.Tensor, recipe: str = DEFAULT_RECIPE) -> SkipState | None:
-        """The lists of the running call of a site, q [B, S_q, H, D] and k [B, S_kv, H_kv, D]; None: it is dense.
+        """Return the lists of the running call of a site, or None if it visits all tiles.
 
-        The reason of the latter is counted.
+        q [B, S_q, H, D], k [B, S_kv, H_kv, D]. The reason for None is counted.
         """
         reason, found = self._look_up(site, q, k, recipe)
         if reason:
@@ -115,7 +114,7 @@ class SkipLists:
         if key not in self._kept:
             nbytes = list_bytes(*shape, *block)
             if capturing:
-                return "graph", None  # what is allocated now would be the graph's own
+                return "graph", None  # memory allocated now would belong to the graph
             if self.nbytes + nbytes > self.memory:
                 return "memory", None
             with torch.inference_mode(False):
@@ -129,29 +128,29 @@ class SkipLists:
                 )
             self.nbytes += nbytes
         self._used.add(key)
-        if capturing:  # at every step, for the graph is of all of them: at the first and last ones the limit is 0
+        if capturing:  # at every step, since all of them replay the graph; at first and last steps the limit is 0
             self._of_graphs.add(key)
         elif self._is_dense:
             return "first_last", None
         return "", self._kept[key]
 
     def next_step(self) -> None:
-        """A step is done: the calls are counted anew."""
+        """End a step: count calls anew."""
         if torch.compiler.is_compiling():
-            self._is_followed = False  # this is what compiled code does at every step, and all that it does
+            self._is_followed = False  # compiled code runs this line at every step, and none of those below
             return
         self._calls = {}
         self.now.add_(1)
 
     def place(self, taken: int, left: int) -> None:
-        """Where the running step is in its run: so many steps before it, and so many left, itself included."""
+        """Tell which step of its run is running: steps taken before it, and steps left, itself included."""
         dense = taken < self.first_steps or left <= self.last_steps
         if dense != self._is_dense or not self._is_followed:
             self._is_dense, self._is_followed = dense, True
             self._set_limits()
 
     def at_level(self, u: float | torch.Tensor) -> None:
-        """The running step is at this noise level."""
+        """Tell the noise level of the running step."""
         if not self.borders:
             return
         level = u.to(self.device) if isinstance(u, torch.Tensor) and u.is_cuda else float(u)
@@ -168,7 +167,7 @@ class SkipLists:
             self.limit_of_step[:, 0].copy_(self._limits.index_select(0, self._range)[0])
 
     def in_order(self, u_finished: float | torch.Tensor, u_next: float | torch.Tensor) -> None:
-        """Steps that go back to a higher noise level make all lists void: what follows is measured anew."""
+        """Make all lists void where the noise level rises from one step to the next."""
         finished, following = (u.to(self.device) if isinstance(u, torch.Tensor) and u.is_cuda else float(u)
                                for u in (u_finished, u_next))  # fmt: skip
         back = following > finished
@@ -180,13 +179,13 @@ class SkipLists:
             self.went_back.add_(1)
 
     def stop(self) -> None:
-        """No lists until `place`: nobody says which step runs."""
+        """Give out no lists until `place`: the running step is unknown."""
         if self._is_followed and not torch.compiler.is_compiling():
-            self.limit_of_step.zero_()  # graphs
+            self.limit_of_step.zero_()  # for CUDA graphs, which keep their lists
         self._is_followed = False
 
     def clear(self) -> None:
-        """Another run begins: all lists are void, and those that the run before did not use go."""
+        """Begin another run: all lists are void, and those that the run before did not use are dropped."""
         self._kept = {key: lists for key, lists in self._kept.items() if key in self._used | self._of_graphs}
         self.nbytes = sum(lists.nbytes for lists in self._kept.values())
         self._calls, self._used = {}, set()
@@ -200,12 +199,55 @@ class SkipLists:
         self.went_back.zero_()
 
     def to(self, device: torch.device | str) -> None:
-        """Move to `device`: the lists are left behind, the counts start anew. Syncs."""
+        """Move to `device`: lists are dropped, counts start anew. Syncs."""
         if torch.device(device) != self.device:
             self._allocate(torch.device(device))
             self._is_followed = False
 
     def summary(self) -> list[dict]:
-        """Per site: what `skipping.totals_of` has, and "dense": {reason: calls}. Syncs."""
+        """Return per site the numbers of `skipping.totals_of`, and "dense": {reason: calls}. Syncs."""
         totals = self.totals.cpu()
         return [totals_of(row) | {"dense": dict(why)} for row, why in zip(totals, self.reasons, strict=True)]
+
+
+class KeptOfCalls:
+    """Row maxima, and skip lists if they are in use: kept from step to step, never beyond a run.
+
+    Attributes:
+        row_maxima: always there.
+        skip_lists: None until it is set.
+    """
+
+    def __init__(self) -> None:
+        self.row_maxima = RowMaxima()
+        self.skip_lists: SkipLists | None = None
+
+    def _all(self) -> list[RowMaxima | SkipLists]:
+        return [self.row_maxima] if self.skip_lists is None else [self.row_maxima, self.skip_lists]
+
+    def next_step(self) -> None:
+        """End a step."""
+        for kept in self._all():
+            kept.next_step()
+
+    def stop(self) -> None:
+        """Keep nothing until `clear` or `place`: nothing says where a run begins."""
+        for kept in self._all():
+            kept.stop()
+
+    def clear(self) -> None:
+        """Begin another run: the last step of a run tells nothing of the first of the next."""
+        for kept in self._all():
+            kept.clear()
+
+    def reset(self) -> None:
+        """Forget everything, counts included."""
+        self.clear()
+        if self.skip_lists is not None:
+            self.skip_lists.reset()
+
+    def to(self, device: torch.device | str) -> None:
+        """Move to `device`."""
+        self.clear()
+        if self.skip_lists is not None:
+            self.skip_lists.to(device)

@@ -1,24 +1,22 @@
-"""Planned per-head scales: the state of every attention call site, and how one step plans the next.
+"""Planned scales per head: the state of all attention call sites, and how one step plans the next.
 
-Softmax is unchanged when one vector c is subtracted from all keys of a head, and Q·Kᵀ is unchanged when channel d of Q
-is divided by b_d > 0 and channel d of K multiplied by it. Both may therefore come from an EARLIER step without any
-error: a stale c or b only costs INT8 resolution. Only the scale must cover the values of the running step, and a group
-of tokens that does not fit gets its own larger scale inside the kernel (counted here as "outside").
+Softmax does not change when one vector c is subtracted from all keys of a head, nor Q·Kᵀ when channel d of Q is
+divided by b_d > 0 and channel d of K multiplied by it. Both may therefore come from an EARLIER step without any error:
+a stale c or b only costs INT8 resolution. Only the scale must cover the running step, and a group of tokens that does
+not fit gets its own larger scale inside the kernel (counted as "outside").
 
-From the per-channel statistics of a step, per head: c = (max k + min k) / 2 (of all shared vectors the one that needs
-the smallest scale), b = sqrt(amax|q| / amax|k - c|), s = margin · max_d sqrt(amax|q_d| · amax|k_d - c_d|) / 127.
-The next step runs K_int = round((k - c)·b/s): one vector per head each, one scale per head, no reduction pass. Q needs
-no planned scale: a row of Q lies in the attention kernel's registers, where its own exact scale costs nothing and
-halves Q's error; Q_int = round((q/b) / s_row).
-Where V is quantised too (recipe "qk_int8_pv_fp8"), its scale per channel is planned from the same step's amax, with
-room for growth by 7 times: a floating-point format is as precise there. What grew further is clipped, and counted.
-Which step's statistics these are is the rule's business (rules.py), what of them is kept for later runs that of
-table.py. Derivation and measurements: kernels/README.md.
+From a step's statistics per channel: c = (max k + min k) / 2 (the centre that needs the smallest scale),
+b = sqrt(amax|q| / amax|k - c|), s = margin · max_d sqrt(amax|q_d| · amax|k_d - c_d|) / 127. The next step computes
+K_int = round((k - c)·b/s), without a reduction pass, and Q_int = round((q/b) / s_row): a row of Q lies in registers,
+where its own scale costs nothing and halves the error. Where V is quantised too ("qk_int8_pv_fp8"), its scales are
+planned with room to grow by 7 times; V beyond that is clipped, and counted. Measurements: kernels/README.md.
 """
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -34,18 +32,17 @@ from ..facts.state import (
     STAT_FIELDS,
     HeadState,
     clear_step,
+    fractions,
     new_head_state,
 )
 from ..ops.plan_step import plan_step
-from .counts import fractions
-from .kept_of_calls import KeptOfCalls
-from .noise_bins import NoiseBins
 from .plan import V_CHANNEL_FLOOR, write_plan
 from .rules import Source, Timestep, ranges
-from .table import MOVE_LIMIT, OUTLIER_LIMIT, agreeing, full_reach, key_range, key_reach, record
+from .skip_lists import KeptOfCalls
+from .table import MOVE_LIMIT, OUTLIER_LIMIT, NoiseBins, agreeing, full_reach, key_range, key_reach, record
 
 
-# A head whose keys reached this much further than its plan had seen no longer trusts the table.
+# A head whose keys reach this many times further than those of its plan no longer trusts the table.
 GROWTH_LIMIT = 1.25
 
 
@@ -56,8 +53,8 @@ class Site:
     Attributes:
         name: the module's name in the model ("#1" appended for a second call in the same processor).
         kv_heads: number of key/value heads.
-        head_dim: channels per head.
-        rotation: of its calls, "none" or "hadamard": what is learnt of one kind of channels says nothing of the other.
+        head_dim: D of q, k and v.
+        rotation: of its calls, "none" or "hadamard". Statistics of one kind tell nothing of the other.
     """
 
     name: str
@@ -67,19 +64,19 @@ class Site:
 
     @property
     def channels(self) -> int:
-        """Channels per head that the kernels see: rotated, those that pad the head are in use too."""
+        """Channels per head that the kernels see. Rotation uses the padding channels too."""
         return self.head_dim if self.rotation == "none" else padded_head_dim(self.head_dim)
 
 
 class ScaleState:
-    """Scales of all call sites of one handle. Lives on the device; nothing but `summary` reads it on the host.
+    """Planned scales of all call sites of one handle, on the device. Methods that sync say so.
 
     Args:
         sites: the call sites, in the order of `head_state`'s index.
         device: where the model runs.
-        margin: planned scale over the one that the largest value seen needs, > 0. Tiles beyond it scale themselves.
+        margin: planned scale over the scale that the largest value seen needs, > 0. Tiles beyond it scale themselves.
         bins: noise levels told apart, uniform in asin(u).
-        rule: which statistics plan the next step, of rules.py; Timestep() if None. One rule serves one state.
+        rule: chooses the statistics that plan the next step (rules.py); Timestep() if None. One rule serves one state.
     Raises: ValueError for no sites, margin <= 0 or bins < 1.
     """
 
@@ -121,10 +118,10 @@ class ScaleState:
         self._table = torch.zeros(self.bins, rows, STAT_FIELDS, width, dtype=torch.float32, device=device)
         self._table_run = torch.zeros(self.bins, rows, dtype=torch.int32, device=device)  # see table.record
         self._run = torch.zeros((), dtype=torch.int32, device=device)
-        # tensors: a flag on the host would be a guard of compiled code, and nothing to a CUDA graph
+        # tensors: compiled code would guard a flag on the host, and a CUDA graph would not see it
         self._frozen = torch.zeros((), dtype=torch.int32, device=device)
         self._frozen_keys = torch.zeros(rows, 2, dtype=torch.int32, device=device)
-        self._goes_on = torch.zeros((), dtype=torch.int32, device=device)  # no run begins
+        self._goes_on = torch.zeros((), dtype=torch.int32, device=device)  # 0: no run begins
         self._noise_bins = NoiseBins(self.bins, device)
         self._totals = torch.zeros(rows, COUNT_KEY_MAX, dtype=torch.int64, device=device)
         self.bin = torch.zeros((), dtype=torch.int64, device=device)  # of the running step
@@ -136,11 +133,11 @@ class ScaleState:
 
     @torch.no_grad()
     def begin_run(self, u: float | torch.Tensor) -> None:
-        """A denoising run starts at noise level u in [0, 1]: plan its first step from what the rule knows."""
+        """Start a denoising run at noise level u in [0, 1]: plan its first step from what the rule knows."""
         self._run.add_(1)
         self.kept.clear()
         self.rule.refit(self)
-        self._drain()  # what a run that was broken off left of its last step is no step
+        self._drain()  # the unfinished last step of a run that was broken off does not count
         self._take_frozen_keys(self._frozen > 0)
         self._plan(self.rule.first(self, self._enter(u)))
 
@@ -148,10 +145,9 @@ class ScaleState:
     def advance(
         self, u_finished: float | torch.Tensor, u_next: float | torch.Tensor, begins: torch.Tensor | None = None
     ) -> None:
-        """The step at noise level `u_finished` is done and the next runs at `u_next` (0-d tensors stay on the device).
+        """Close the step at noise level `u_finished`, and plan the next one, at `u_next`.
 
-        Keeps the step's statistics under its noise level, then plans the next step from what the rule chooses.
-        begins: int32 [] on the device, 1 where the next step is the first of another run; None: it is not.
+        0-d tensors stay on the device. begins: int32 [] there, 1 if the next step is the first of another run.
         """
         self.kept.next_step()
         finished, following = self._noise_bins.of(u_finished), self._enter(u_next)
@@ -161,23 +157,21 @@ class ScaleState:
             self._advance(finished, following, begins)
 
     def _advance_in_one_launch(self, finished, following, begins=None) -> None:
-        """As `_advance` with a rule that follows as Timestep() does. On a GPU, where these take long to launch."""
+        """`_advance` of rules that follow as Timestep() does, on a GPU: one launch for many."""
         plan_step(*self._launch_tensors(finished, following, begins), **self._launch_numbers())
         if begins is not None:
             self._run.add_(begins)
 
     def _launch_tensors(self, finished, following, begins=None) -> tuple:
-        """What `launch_plan_step` takes."""
         return (
             self._shared, self._table, self._table_run, self._run, self._totals, self._is_channel, finished, following,
             self._frozen, self._frozen_keys, self._goes_on if begins is None else begins,
         )  # fmt: skip
 
     def _launch_numbers(self) -> dict:
-        full = full_reach(self.margin)
         return {
-            "margin": self.margin, "full": full, "growth": GROWTH_LIMIT, "outlier": OUTLIER_LIMIT, "move": MOVE_LIMIT,
-            "v_floor": V_CHANNEL_FLOOR, "adapts": self.rule.adapts,
+            "margin": self.margin, "full": full_reach(self.margin), "growth": GROWTH_LIMIT, "outlier": OUTLIER_LIMIT,
+            "move": MOVE_LIMIT, "v_floor": V_CHANNEL_FLOOR, "adapts": self.rule.adapts,
         }  # fmt: skip
 
     def _advance(self, finished, following, begins=None) -> None:
@@ -190,7 +184,7 @@ class ScaleState:
         )  # fmt: skip
         source = self.rule.following(self, following, seen)
         kept = ~source.known
-        # the shapes of this step's calls: a plan holds for those only (conditional and unconditional calls may differ)
+        # a plan holds for the shapes of this step's calls only: two, since (un)conditional calls may differ
         keys = shared.counts[:, COUNT_KEY_MAX : COUNT_KEY_MIN + 1]
         plan_keys = shared.counts[:, COUNT_PLAN_KEY_A : COUNT_PLAN_KEY_B + 1]
         plan_keys.copy_(torch.where(seen[:, None], keys, plan_keys))
@@ -204,17 +198,17 @@ class ScaleState:
             source = source._replace(stats=stats, known=torch.where(starts, first.known, source.known))
             kept = kept & ~starts
         self._drain()
-        # a layer that was skipped (attention caches, layer-skip guidance) keeps its plan: it is merely a step older
+        # a layer that was left out (attention caches, layer-skip guidance) keeps its plan, now a step older
         self._plan(source, kept=kept)
 
     def _take_frozen_keys(self, where: torch.Tensor) -> None:
-        """A run that starts from the frozen table: for calls of the shapes that it was frozen with."""
+        """Let plans of a run that starts serve the call shapes of the frozen table."""
         plan_keys = self._shared.counts[:, COUNT_PLAN_KEY_A : COUNT_PLAN_KEY_B + 1]
         plan_keys.copy_(torch.where(where, self._frozen_keys, plan_keys))
 
     @torch.no_grad()
     def freeze(self) -> None:
-        """From now on plans may come from the table as it is, which no run changes any more, until `reset`."""
+        """Let plans come from the table as it is now. No run changes it any more, until `reset`."""
         self._frozen.fill_(1)
         self._frozen_keys.copy_(self._shared.counts[:, COUNT_PLAN_KEY_A : COUNT_PLAN_KEY_B + 1])
         self.rule.refit(self)
@@ -226,7 +220,7 @@ class ScaleState:
 
     @property
     def has_learnt(self) -> bool:
-        """Whether the table has any entry. Syncs."""
+        """True if the table has any entry. Syncs."""
         return bool(self._table_run.any())
 
     @torch.no_grad()
@@ -243,7 +237,7 @@ class ScaleState:
 
     @torch.no_grad()
     def set_rotation(self, index: int, rotation: str) -> None:
-        """From the next step on, the calls of one site run with another rotation: forget what it learnt.
+        """Change the rotation of one site's calls from the next step on, and forget what it learnt.
 
         Call it after `advance`, before any call of the next step.
         """
@@ -258,7 +252,7 @@ class ScaleState:
         self.rule.forget(self, rows)
 
     def to(self, device: torch.device | str) -> None:
-        """Move to `device`: what was learnt moves along, the counts start anew. Syncs."""
+        """Move to `device` with all that was learnt; counts start anew. Syncs."""
         if torch.device(device) != self.device:
             learnt, frozen, keys = self.snapshot(), self._frozen, self._frozen_keys
             self.kept.to(device)
@@ -270,12 +264,12 @@ class ScaleState:
 
     @torch.no_grad()
     def snapshot(self) -> dict[str, torch.Tensor]:
-        """Everything that decides the coming steps, as copies on the CPU. Syncs.
+        """Return everything that decides the coming steps, as copies on the CPU. Syncs.
 
-        With R heads in all, D channels of the widest: table fp32 [bins, R, 4, D] and table_run int32 [bins, R] (the
-        number of the run that left it, 0: none), run int32 [] (the number of the running one), plan fp32 [R, 4, D]
-        and plan_scale fp32 [R], and of the step that `advance` has not closed yet: stats fp32 [R, 4, D], pending bool
-        [R] (heads with usable statistics), keys int32 [R, 4]. Every float is finite, and 0 where nothing was learnt.
+        With R heads in all, D channels of the widest: table fp32 [bins, R, 4, D], table_run int32 [bins, R] (number of
+        the run that left an entry, 0: none), run int32 [] (number of the running one), plan fp32 [R, 4, D], plan_scale
+        fp32 [R]. Of the open step: stats fp32 [R, 4, D], pending bool [R] (heads with usable statistics), keys int32
+        [R, 4]. Every float is finite, and 0 where nothing was learnt.
         """
         shared, channel, pending = self._shared, self._is_channel, self._seen()
         tensors = {
@@ -292,9 +286,9 @@ class ScaleState:
 
     @torch.no_grad()
     def restore(self, snapshot: dict[str, torch.Tensor]) -> None:
-        """Go on from a `snapshot` of a state with the same sites and bins, in place. Counts go on from here.
+        """Continue from a `snapshot` of a state with the same sites and bins, in place.
 
-        The caller has checked the snapshot: shapes and values are not looked at (scale_files.py does that for files).
+        Counts go on from here. Shapes and values are not checked: the caller has done that (scale_files.py for files).
         """
         # all copies first: running out of memory must leave the state as it was
         new = {name: tensor.to(self.device) for name, tensor in snapshot.items()}
@@ -307,18 +301,17 @@ class ScaleState:
         shared.plan_scale.copy_(new["plan_scale"])
         shared.stats.copy_(torch.where(pending[:, None, None], new["stats"], shared.stats))
         shared.counts[:, COUNT_KEY_MAX:] = new["keys"]
-        # one call marks the open step as seen; that it was none of ours must not show in the report
+        # one call marks the open step as seen; the report must not count it
         shared.counts[:, COUNT_CALLS] = pending.int()
         self._totals[:, COUNT_CALLS] -= pending.long()
         self.rule.refit(self)
 
     def summary(self) -> list[dict]:
-        """Per site, as dicts. Syncs.
+        """Return the numbers of a report, a dict per site. Syncs.
 
-        name, calls, dynamic_calls (mean over heads), of K's elements the fractions outside (beyond plan), below (in
-        tiles that took a smaller scale) and misfit (in heads whose planned vectors did not fit), clipped (of V's),
-        lagged (query tiles that ran with a softmax reference of the step before), redone (fraction of these that were
-        done again), known.
+        dynamic_calls are calls without a plan, mean over heads. Fractions of K's elements: outside (beyond the plan),
+        below (in tiles that took a smaller scale), misfit (in heads whose centre and balance did not fit); of V's:
+        clipped. lagged: query tiles with a softmax reference of the step before; redone: fraction of these repeated.
         """
         totals = (self._totals + self._shared.counts[:, :COUNT_KEY_MAX]).cpu()
         known = (self._shared.plan_scale > 0).cpu()
@@ -329,23 +322,21 @@ class ScaleState:
         ]
 
     def _seen(self) -> torch.Tensor:
-        """Heads [R] that were called in this step and whose statistics are finite."""
+        """Return the heads, bool [R], that were called in this step and have finite statistics."""
         q_amax, k_max, k_min, v_amax = self._shared.stats.unbind(1)
         reached = q_amax + k_max.abs() + k_min.abs() + v_amax * 0.0
         usable = torch.isfinite(torch.where(self._is_channel, reached, 0.0)).all(-1)
         return (self._shared.counts[:, COUNT_CALLS] > 0) & usable
 
     def _enter(self, u: float | torch.Tensor) -> torch.Tensor:
-        """The bin of noise level u, int64 [1], which is the running step's from now on."""
+        """Return the bin of noise level u, int64 [1], and make it the running step's."""
         bin_ = self._noise_bins.of(u)
         self.bin.copy_(bin_[0])
         return bin_
 
-    # --- what rules read ---
-
     @property
     def table(self) -> torch.Tensor:
-        """Statistics by noise level, fp32 [bins, R, 4, D]; only what `usable` marks may be planned from."""
+        """Statistics by noise level, fp32 [bins, R, 4, D]; plans may use only what `usable` marks."""
         return self._table
 
     @property
@@ -359,13 +350,16 @@ class ScaleState:
         return self._shared.stats
 
     def usable(self, by: torch.Tensor) -> torch.Tensor:
-        """Entries that may be planned from, bool as `by`, runs that left some: frozen, or an EARLIER run's."""
+        """Mark the table's entries that a plan may use. by: the runs they are from.
+
+        Usable are the entries of a frozen table and, if the rule adapts, those of an EARLIER run.
+        """
         if self.rule.adapts:
             return (by != 0) & ((self._frozen > 0) | (by.abs() < self._run))
         return (by != 0) & (self._frozen > 0)
 
     def from_table(self, bin_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Statistics that the table has to plan a step at this noise level from [R, 4, D], and where there are any."""
+        """Return statistics [R, 4, D] of noise bin `bin_`, and the heads [R] that may be planned from them."""
         return self._table.index_select(0, bin_)[0], self.usable(self._table_run.index_select(0, bin_)[0])
 
     def bin_levels(self) -> torch.Tensor:
@@ -378,19 +372,27 @@ class ScaleState:
         return (q_amax.sqrt() * k_amax.sqrt()).amax(-1) / INT8_MAX
 
     def strayed(self) -> torch.Tensor:
-        """Heads [R] whose keys of this step reached further than GROWTH_LIMIT times what their plan was made from.
-
-        Or less far, by OUTLIER_LIMIT: what the table says of the next step is as wrong then.
-        """
+        """Return the heads [R] whose keys reached much further, or much less far, than their plan's."""
         step, full = (self._shared.plan, self._shared.stats, self._is_channel), full_reach(self.margin)
         strayed = (key_reach(*step) > full * GROWTH_LIMIT) | (key_range(*step) < full / OUTLIER_LIMIT)
         return (self._shared.plan_scale > 0) & strayed
 
     def _drain(self) -> None:
-        """Add the step's counts to the totals and ready the recording tensors for the next step."""
+        """Add the step's counts to the totals, and clear the recording tensors for the next step."""
         self._totals.add_(self._shared.counts[:, :COUNT_KEY_MAX])
         clear_step(self._shared.stats, self._shared.counts)
 
     def _plan(self, source: Source, kept: torch.Tensor | None = None) -> None:
-        """`write_plan` for all heads."""
         write_plan(self._shared, self._is_channel, source, self.margin, kept)
+
+
+def closing_call(state: ScaleState, device: torch.device) -> Callable | None:
+    """Return the launch that closes a step of a state like this; None if PyTorch's operations do."""
+    if device.type != "cuda" or type(state.rule).following is not Timestep.following:
+        return None
+    if state.device != device:  # the kernel is the same for all numbers of heads
+        widest = max(site.head_dim for site in state.sites)
+        sites = [Site("warm-up", 1, widest)]
+        state = ScaleState(sites, device=device, margin=state.margin, bins=state.bins, rule=type(state.rule)())
+    level = state._noise_bins.of(1.0)
+    return functools.partial(plan_step, *state._launch_tensors(level, level), **state._launch_numbers())

@@ -1,12 +1,17 @@
-"""What of a step enters the table of statistics by noise level: nothing that one odd token, step or prompt decides.
+"""The table of statistics by noise level, and the rules by which a step enters it.
 
-A step that agrees with the plan it ran with, which was made from another step, is believed. One that does not, or had
-no plan, moves what an earlier run left by at most MOVE_LIMIT. Where nothing is known, a step without a plan (the first
-of a run) is noted until the next step confirms or refutes it, and one that contradicts its plan is not kept at all.
-A GPU does all of this in one launch: sage_kernels/_triton/prologue/plan_step.py.
+No odd token, step or prompt may decide an entry alone. A step that agrees with the plan it ran with, which was made
+from another step, enters as it is. A step that does not agree, or had no plan, moves the entry of an earlier run by at
+most MOVE_LIMIT. Where there is no entry, a step without a plan (the first of a run) is noted until the next step
+confirms or refutes it, and a step that contradicts its plan is not recorded at all.
+A GPU does all of this in one launch: _triton/prologue/plan_step.py.
 """
 
 from __future__ import annotations
+
+import ctypes
+import math
+from bisect import bisect_right
 
 import torch
 
@@ -24,36 +29,64 @@ from ..facts.state import (
 )
 
 
-# A head whose keys or queries reached this many times further than its plan's, or that much less far: no step beside
-# it tells of this one.
+# A step disagrees with its plan if its keys or queries reach this many times further, or that many times less far.
 OUTLIER_LIMIT = 4.0
-# What a step that nothing confirms may make of an entry: its ranges so many times larger or smaller, and their middle
-# moved by the range.
+# A step that nothing confirms may make the ranges of an entry this many times larger or smaller, and move their middle
+# by the range.
 MOVE_LIMIT = 2.0
 
 
+class NoiseBins:
+    """Bins of the noise level u in [0, 1], uniform in asin(u). Steps of one bin share a table entry.
+
+    Attributes:
+        number: of bins.
+        edges: fp32 [number - 1] on `device`.
+    """
+
+    def __init__(self, number: int, device: torch.device):
+        self.number, self.device = number, device
+        # fp32, so that a level falls into the same bin as a number and as a tensor
+        edges = (torch.arange(1, number, dtype=torch.float64, device="cpu") * (math.pi / 2 / number)).sin().float()
+        self.edges, self._on_host = edges.to(device), edges.tolist()
+
+    def of(self, u: float | torch.Tensor) -> torch.Tensor:
+        """Return the bin of noise level u, int64 [1] on the device, without a host sync."""
+        if isinstance(u, torch.Tensor):
+            level = u.detach().to(self.device, torch.float32).reshape(1)
+            return torch.bucketize(level, self.edges, right=True)
+        bin_ = bisect_right(self._on_host, ctypes.c_float(u).value)  # rounded to fp32, as a tensor is
+        return torch.full((1,), bin_, dtype=torch.int64, device=self.device)
+
+    def levels(self) -> torch.Tensor:
+        """Return the noise level u at the middle of every bin, fp32 [number]."""
+        middle = (torch.arange(self.number, device=self.device, dtype=torch.float32) + 0.5) / self.number
+        return (middle * (math.pi / 2)).sin()
+
+
 def full_reach(margin: float) -> float:
-    """Codes that the largest key of the step that a plan was made from has under it."""
+    """Return the largest code that a plan gives the keys of the step it was made from."""
     return INT8_MAX / margin
 
 
 def key_reach(plan: torch.Tensor, stats: torch.Tensor, is_channel: torch.Tensor) -> torch.Tensor:
-    """Codes that a step's keys have at most under the plan it ran with, fp32 [R]."""
+    """Return the largest code of a step's keys under the plan it ran with, fp32 [R]."""
     center, weight = plan[:, PLAN_CENTER], plan[:, PLAN_K_WEIGHT]
     furthest = torch.maximum(stats[:, STAT_K_MAX] - center, center - stats[:, STAT_K_MIN])
     return torch.where(is_channel, furthest * weight, 0.0).amax(-1)
 
 
 def key_range(plan: torch.Tensor, stats: torch.Tensor, is_channel: torch.Tensor) -> torch.Tensor:
-    """As `key_reach`, had the plan the middle of this step's keys, fp32 [R]."""
+    """Return the same as `key_reach` if the plan had the centre of this step's keys, fp32 [R]."""
     half = stats[:, STAT_K_MAX] * 0.5 - stats[:, STAT_K_MIN] * 0.5
     return torch.where(is_channel, half * plan[:, PLAN_K_WEIGHT], 0.0).amax(-1)
 
 
 def agreeing(plan, plan_scale, stats, is_channel, margin: float) -> torch.Tensor:
-    """Heads bool [R] whose step is of the size of the one that its plan was made from, within OUTLIER_LIMIT.
+    """Return the heads, bool [R], with a step of the expected size, within OUTLIER_LIMIT.
 
-    Of K the range counts, not its middle, which a bias may move further from step to step than the range is wide.
+    Expected is the size of the step that the plan was made from. For K the range counts, not its middle: a bias may
+    move that further from step to step than the range is wide.
     """
     full = full_reach(margin)
     lowest, highest = full / OUTLIER_LIMIT, full * OUTLIER_LIMIT
@@ -67,7 +100,7 @@ def agreeing(plan, plan_scale, stats, is_channel, margin: float) -> torch.Tensor
 
 
 def widest(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    """The range that covers two, statistics [R, 4, D]."""
+    """Return the ranges that cover both statistics [R, 4, D]."""
     fields = [
         (torch.minimum if field == STAT_K_MIN else torch.maximum)(old[:, field], new[:, field])
         for field in range(STAT_FIELDS)
@@ -76,13 +109,13 @@ def widest(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
 
 
 def _clamped(new: torch.Tensor, limit: torch.Tensor) -> torch.Tensor:
-    """new, at most MOVE_LIMIT times larger or smaller than limit; as it is where that is 0."""
+    """Clamp `new` to within a factor of MOVE_LIMIT of `limit`, except where `limit` is 0."""
     held = torch.minimum(torch.maximum(new, limit * (1.0 / MOVE_LIMIT)), limit * MOVE_LIMIT)
     return torch.where(limit > 0, held, new)
 
 
 def moved(old: torch.Tensor, new: torch.Tensor, is_channel: torch.Tensor) -> torch.Tensor:
-    """Statistics [R, 4, D] as near to `new` as MOVE_LIMIT lets an entry `old` become in one step."""
+    """Return `new` statistics [R, 4, D], clamped to within MOVE_LIMIT of the entry `old`."""
 
     def floored(x):
         x = torch.where(is_channel, x, 0.0)
@@ -107,14 +140,15 @@ def moved(old: torch.Tensor, new: torch.Tensor, is_channel: torch.Tensor) -> tor
 
 
 def record(table, table_run, run, bin_, stats, is_channel, *, seen, planned, agrees) -> None:
-    """Take up a step of noise bin `bin_` int64 [1], in place.
+    """Record a step of noise bin `bin_` int64 [1] in the table, in place.
 
     Args:
-        table: fp32 [bins, R, 4, D]. table_run: int32 [bins, R], the run that left an entry, negative as long as no
-            other step confirmed it, 0: none. run: int32 [], the number of the running one.
+        table: fp32 [bins, R, 4, D].
+        table_run: int32 [bins, R], the run that left an entry: negative until another step confirms it, 0: no entry.
+        run: int32 [], the number of the running one.
         stats: fp32 [R, 4, D]. is_channel: bool [R, D].
-        seen, planned, agrees: bool [R]: heads with statistics to take up, those of them that ran with a plan, and
-            those that `agreeing` names.
+        seen, planned, agrees: bool [R]: heads with statistics to record, those of them that ran with a plan, and
+            those that `agreeing` returns.
     """
     old, by = table.index_select(0, bin_)[0], table_run.index_select(0, bin_)[0]
     known, same_run = by != 0, by.abs() == run
@@ -126,6 +160,6 @@ def record(table, table_run, run, bin_, stats, is_channel, *, seen, planned, agr
     table.index_copy_(0, bin_, torch.where(enters[:, None, None], new, old)[None])
     mark = torch.where(agrees | (known & ~same_run), run, torch.where(known, by, -run))
     table_run.index_copy_(0, bin_, torch.where(enters, mark, by)[None])
-    # the step before, if it had no plan, is what this one's was made from
+    # this step's plan was made from the step before; if that had no plan, this step confirms or refutes it
     open_ = (table_run == -run) & (seen & planned)
     table_run.copy_(torch.where(open_, torch.where(agrees, run, 0), table_run))

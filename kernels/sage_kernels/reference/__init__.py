@@ -1,6 +1,6 @@
-"""The specification in plain PyTorch, which rounds where the kernels round: oracle of the tests, and the CPU path.
+"""The specification in plain PyTorch, rounding where the kernels round: test oracle and CPU path.
 
-May import torch and the ground floor (recipe, numerics, masking, state); never `_triton`, which never imports this.
+May import torch and facts; never `_triton`, which never imports this.
 """
 
 from .attention import ref_attention

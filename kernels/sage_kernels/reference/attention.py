@@ -1,4 +1,4 @@
-"""The specification, in plain PyTorch: rounds where the kernels round. Oracle of the tests and the CPU path.
+"""Reference of INT8 attention in plain PyTorch: rounds where the kernels round.
 
 Integer products are formed in fp32, which is exact here: |Σ q·k| <= D·127² < 2^24 for D <= 1040.
 Layouts: inputs [B, S, H, D]; intermediate codes [B, H, S, D]. Maths: kernels/README.md.
@@ -45,10 +45,18 @@ from ..facts.state import (
     keeps_row_max,
     reads_row_max,
 )
-from .memory import rows_at_a_time
 from .plan import known_heads, plan_fits, planned_vectors, record_step, record_values
 from .quantize import ref_quantize, ref_rotate
 from .skipping import ref_skip_tiles
+
+
+# fp32 scores held at a time: few enough for a CPU's cache, many enough for few launches on a GPU
+_SCORES_HELD = {"cpu": 1 << 19, "cuda": 1 << 25}
+
+
+def rows_at_a_time(device: torch.device, keys: int) -> int:
+    """Return how many query rows of scores with this many keys are held at a time, at least 1."""
+    return max(1, _SCORES_HELD.get(device.type, _SCORES_HELD["cuda"]) // max(1, keys))
 
 
 def ref_attention(
@@ -70,18 +78,18 @@ def ref_attention(
     rotated_dtype: torch.dtype | None = None,
     skip: SkipState | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """INT8-QK attention as the kernels compute it. Arguments as `sage_attention`, unchecked.
+    """INT8 attention as the kernels compute it. Arguments as of `sage_attention`, unchecked.
 
     Args:
         block_q, block_k: tokens per scale where the granularity is a block (the kernels' own tile sizes on a GPU).
         round_p: False keeps P, and V as it is given (in 8 bit: V as it is rounded), in fp32: the difference is the
             rounding floor of the test tolerances.
-        first_max: P is rounded as with the largest score of the first block_k keys as the softmax's reference, which
-            some kernels keep: the largest P is then no power of two, and rounding moves it. With P in INT8, whose
-            tiles have a reference each, the same kernel's other trait: the sum is of P as it was rounded.
-        rotated_dtype: what rotated Q and K are rounded to; None: the dtype of q. They are what the scales and codes
-            are made of, so the reference with round_p=False, of fp32 inputs, has to round them too.
-        skip: lists of key tiles that need not be visited, of tiles of skip.block_q and skip.block_k.
+        first_max: use the largest score of the first block_k keys as the softmax reference, as some kernels do. The
+            largest P is then no power of two, and rounding moves it. With P in INT8, whose tiles have a reference
+            each, it stands for the same kernel's other trait: the sum is of the rounded P.
+        rotated_dtype: dtype that rotated Q and K are rounded to; None: q's. Scales and codes are made of the rounded
+            values, so the reference with round_p=False, of fp32 inputs, has to round them too.
+        skip: lists of key tiles that need not be visited, for tiles of skip.block_q and skip.block_k.
     Returns: out [B, S_q, H, D] in q.dtype, lse [B, S_q, H] fp32, natural log.
     """
     batch, seq_q, heads, head_dim = q.shape
@@ -99,7 +107,7 @@ def ref_attention(
     vf = v.detach().transpose(1, 2).to(pv_dtype(q.dtype) if round_p and is_16_bit else torch.float32).float()
     counts = seen = None
     reach = key_reach(masking, batch, heads, kv_heads, seq_q)
-    if reach is not None:  # what no row sees may hold anything
+    if reach is not None:  # keys that no row sees may hold anything
         counts, seen = reach > FAINT, reach > -torch.inf
         vf = torch.where(seen[..., None], vf, 0.0)
     group_q = {"per_block": block_q, "per_token": 1, "per_head": None}[scaling]
@@ -108,7 +116,7 @@ def ref_attention(
     center = sampled_center(kf, counts) if smooth_k else torch.zeros_like(kf[:, :, :1])
     if smooth_k or state is not None:
         balance = sampled_balance(qf, kf, center, counts)
-    else:  # without smoothing no later key changes a bit of a causal call
+    else:  # without a centre no later key changes a bit of a causal call
         balance = torch.ones_like(kf[:, :, :1])
     k_weight, q_weight = balance, divide(1.0, balance)
     if state is not None:
@@ -153,7 +161,7 @@ def ref_attention(
                 places = torch.arange(start, min(start + step, seq_q), device=q.device)
                 part = slice(start, start + step)
                 s = (q_int[b, h, part] @ k_int[b, kv].T) * (row_scale[b, h, part] * k_scale[b, kv].T)
-                # smoothing lowered every score of the row by q·c: what is not invariant to that gets it back
+                # the centre lowered every score of the row by q·c: soft cap, sink and LSE need it added back
                 shift = (qf[b, h, part] @ center[b, kv].T) * scale
                 s = _masked_scores(s, shift, masking, b, h, places)
                 if skipped is not None:
@@ -184,9 +192,8 @@ def ref_attention(
                     o = o * v_scale[b, kv] + share * v_center[b, kv]
                     o = torch.where(log_sum == -torch.inf, 0.0, o)
                     o = o.clamp(-torch.finfo(q.dtype).max, torch.finfo(q.dtype).max)
-                elif (
-                    v_scale is not None
-                ):  # the rounding of P may push a mean of finite values beyond the largest number
+                elif v_scale is not None:
+                    # the rounding of P may push a mean of finite values beyond the largest number
                     o = (o * v_scale[b, kv]).clamp(-torch.finfo(q.dtype).max, torch.finfo(q.dtype).max)
                 out[b, part, h] = o.to(q.dtype)
                 lse[b, part, h] = log_sum[:, 0]
@@ -194,7 +201,7 @@ def ref_attention(
 
 
 def _masked_scores(s, shift, masking: Masking, b: int, h: int, rows) -> torch.Tensor:
-    """Soft cap, bias, mask and band of one head's rows. s [R, S_kv], base 2; shift [R, 1], natural."""
+    """Apply soft cap, bias, mask and band to one head's rows. s [R, S_kv], base 2; shift [R, 1], natural."""
     if masking.softcap:
         cap = masking.softcap * LOG2_E
         s = cap * torch.tanh((s + shift * LOG2_E) / cap)
@@ -207,29 +214,29 @@ def _masked_scores(s, shift, masking: Masking, b: int, h: int, rows) -> torch.Te
 
 
 def _reference(s, exponent: float) -> torch.Tensor:
-    """Softmax reference in log2, [R, 1]: what exponents are taken against. The largest P of a row is 2^exponent."""
+    """Softmax reference (log2) [R, 1] that makes the largest P of a row 2^exponent."""
     top = s.amax(-1, keepdim=True)
     return torch.where(top.abs() < P_EXPONENT_LIMIT, top - exponent, top)
 
 
 def _to_midrange(center, state: HeadState, kv_head: int) -> torch.Tensor:
-    """A head's smoothing vector [D] less the midrange of each channel of its keys in this call.
+    """Centre of a head [D] less the midrange of each channel of its keys in this call.
 
-    Row maxima are kept as max scores (log2) with K centred on the midrange: the smoothing vector is the midrange of an
-    earlier call, and its moves from step to step, which outliers decide, would move every score of a row.
+    Row maxima are kept as max scores (log2) with K centred on the midrange: the centre itself is the midrange of an
+    earlier call, and outliers move it from step to step, which would move every score of a row.
     """
     high, low = state.stats[int(state.row) + kv_head, (STAT_K_MAX, STAT_K_MIN), : len(center)]
     return center - (high * 0.5 + low * 0.5)
 
 
 def _lagged(top, row_max, running, block_q: int, counts) -> torch.Tensor:
-    """Softmax reference (log2) [R, 1] from the max scores of the call before, where it fits whole tiles of rows.
+    """Softmax reference (log2) [R, 1]: the previous call's max scores, in query tiles that they fit.
 
     Args:
-        top, row_max: [R], max score per row of this call and of the one before; where the latter is no number, 0 is as
-            good a guess as any.
+        top, row_max: [R], max score per row of this call and of the previous one. 0 takes the place of a row_max that
+            is not finite.
         running: [R, 1], the reference of the other tiles.
-        counts: of the head, raised.
+        counts: of the head, incremented.
     """
     reference = torch.where(row_max.abs() < P_EXPONENT_LIMIT, row_max - LAGGED_EXPONENT, 0.0)
     rise = top - reference
@@ -243,16 +250,19 @@ def _lagged(top, row_max, running, block_q: int, counts) -> torch.Tensor:
 
 
 def _first_max(s, reference):
-    """A reference [R, 1] off by a power of two from the largest of s [R, K], and less than a factor of 2 below the
-    largest score: P is rounded alike, since rounding does not see powers of two, and its range can't end."""
+    """Lower the reference [R, 1] until it is a whole number from the largest of s [R, K], in log2.
+
+    By less than 1. P is then rounded as with the largest of s as the reference, since rounding does not see powers of
+    two, and P's range can't run out.
+    """
     above = reference - s.amax(-1, keepdim=True)
     return torch.where(above.isfinite(), reference - above.frac(), reference)
 
 
 def _tile_rounding(s, reference, block_k: int):
-    """Rounds P to 8 bits, tile by tile of block_k keys: the largest of a row in each was 254.5. s [R, K], base 2.
+    """Return a function that rounds P to 8 bits, tile by tile of block_k keys. s [R, K], base 2.
 
-    reference [R, 1]: what the exponents of P, before and after, are taken against.
+    The largest P of a row in a tile is 254.5 before rounding. reference [R, 1]: subtracted from the exponents of P.
     """
     tiles = torch.nn.functional.pad(s, (0, -s.shape[1] % block_k), value=-torch.inf).unflatten(1, (-1, block_k))
     top = tiles.amax(-1)
@@ -268,8 +278,10 @@ def _tile_rounding(s, reference, block_k: int):
 
 
 def _running_rounding(s, reference, block_k: int):
-    """Rounds P as INT-FlashAttention does: 127 is the row's largest up to its tile of block_k keys. Arguments as
-    `_tile_rounding`."""
+    """Return a function that rounds P as INT-FlashAttention does, to 127 for the row's largest so far.
+
+    So far: up to the tile of block_k keys. Arguments as of `_tile_rounding`.
+    """
     tiles = torch.nn.functional.pad(s, (0, -s.shape[1] % block_k), value=-torch.inf).unflatten(1, (-1, block_k))
     own = tiles.amax(-1).cummax(1).values
     own = torch.where(own.abs() < P_CODE_LIMIT, own - P_SIGNED_EXPONENT, own)
@@ -280,10 +292,14 @@ def _running_rounding(s, reference, block_k: int):
 
 
 def _softmax_values(s, v, shift, masking: Masking, h: int, reference, round_p, sums_codes: bool = False):
-    """softmax(s) · v of one head's rows, the natural log of the sum, and the keys' share of all weights, fp32.
+    """Return softmax(s) · v of one head's rows, the log of the sum (natural), and the keys' share.
 
-    reference [R, 1]: what the exponents are taken against, -inf in a row that sees nothing. round_p: of P, or None;
-    sums_codes: the sum is of what it gives.
+    All fp32. The share is that of all weights: below 1 where there is a sink.
+
+    Args:
+        reference: [R, 1], subtracted from the exponents; -inf in a row that sees nothing.
+        round_p: rounds P, or None.
+        sums_codes: the sum is of the rounded P.
     """
     shift = torch.zeros_like(shift) if masking.softcap else shift  # the capped scores are the true ones
     sink = None if masking.sinks is None else (masking.sinks[h] - shift) * LOG2_E
@@ -291,7 +307,7 @@ def _softmax_values(s, v, shift, masking: Masking, h: int, reference, round_p, s
     p = torch.exp2(s - safe)
     rounded = p if round_p is None else round_p(p)
     total = (rounded if sums_codes else p).sum(-1, keepdim=True)
-    # before the sink joins, which may lie far above: as in the kernels, it only rescales the sums
+    # before the sink joins, which may lie far above: as in the kernels, the sink only rescales the sums
     o = rounded @ v
     keys = total
     if sink is not None:

@@ -1,5 +1,6 @@
-"""Gradients of attention by their formula, in fp32: what PyTorch's own backward kernels are compared with.
+"""Reference of the gradients of attention, by their formula in fp32.
 
+The oracle for PyTorch's own backward kernels, and the fallback where there is none.
 With P = exp(scale · Q Kᵀ + mask - lse), δ = rowsum(dO ∘ O) and dS = P ∘ (dO Vᵀ - δ):
 dV = Pᵀ dO, dQ = scale · dS K, dK = scale · dSᵀ Q. Source: FlashAttention-2 (arXiv:2307.08691), section 2.3.2.
 """
@@ -24,7 +25,7 @@ def ref_attention_backward(
     attn_mask: torch.Tensor | None = None,
     causal: str = "",
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of q, k and v from a forward's output and log-sum-exp, some rows at a time.
+    """Gradients of q, k and v from a forward's output and log-sum-exp, a few rows at a time.
 
     Args:
         grad_out, q, out: [B, S_q, H, D]. k, v: [B, S_kv, H_kv, D]. lse: fp32 [B, S_q, H], natural log.
@@ -37,7 +38,7 @@ def ref_attention_backward(
     qf, gf, of = (x.to(wide).transpose(1, 2) for x in (q, grad_out, out))
     kf, vf = (x.to(wide).transpose(1, 2).repeat_interleave(heads // kv_heads, 1) for x in (k, v))
     delta = (gf * of).sum(-1, keepdim=True)
-    # a row that sees nothing has scores and a sum of -inf: less +inf they are -inf, and P is 0
+    # a row that sees nothing has scores of -inf: less +inf instead of its sum they stay -inf, and P is 0
     sums = lse.to(wide).transpose(1, 2).unsqueeze(-1)
     sums = torch.where(sums == -torch.inf, torch.inf, sums)
     mask = None if attn_mask is None else attn_mask.expand(batch, heads, seq_q, seq_kv)

@@ -1,4 +1,4 @@
-"""The INT8 KV cache and attention over it in plain PyTorch: rounds where the kernels round. Oracle and CPU path.
+"""Reference of the INT8 KV cache and attention over it: rounds where the kernels round.
 
 Layouts: q [B, S_q, H, D]; keys, values and their codes [B, H_kv, S, D]; scales [B, H_kv, S]. Integer products are
 formed in fp32, which is exact here: |Σ q·k| <= D·127² < 2^24.
@@ -11,17 +11,18 @@ import torch
 from ..facts.masking import NO_MASKING, Masking, log2_bias, visible
 from ..facts.numerics import LOG2_E, divide
 from ..facts.recipe import AMAX_FLOOR, INT8_MAX
-from .memory import rows_at_a_time
+from .attention import rows_at_a_time
 
 
-LOW_STEPS = 254  # a query is the sum of two codes, the second in steps 254 times as fine: |remainder| <= 1/2 -> 127
+# A query is the sum of two codes, the second in steps 254 times finer: a remainder of at most 1/2 becomes 127
+LOW_STEPS = 254
 
 
 def ref_quantize_tokens(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes int8 [..., D] and scale bf16 [...] of each token (x fp32).
+    """Quantise tokens, fp32 [..., D], to codes int8 [..., D] with a scale bf16 [...] each.
 
-    The scale is rounded to bf16 before it divides, so its rounding is no error; rounded down by at most 2^-8, it makes
-    no code larger than round(127.5 - 0.004) = 127. A token that is not finite has a NaN scale and codes of 0.
+    The scale is rounded to bf16 before it divides, so its rounding causes no error. Rounded down by at most 2^-8, it
+    makes no code larger than round(127.5 - 0.004) = 127. A token that is not finite has a NaN scale and codes of 0.
     """
     amax = x.abs().amax(-1).clamp_min(AMAX_FLOOR)
     scale = (divide_by(amax, INT8_MAX) + (x * 0.0).sum(-1)).to(torch.bfloat16)
@@ -30,16 +31,16 @@ def ref_quantize_tokens(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def divide_by(x: torch.Tensor, number: float) -> torch.Tensor:
-    """x / number, rounded once on every device: CUDA computes a Python divisor as a product with its reciprocal."""
+    """x / number, rounded once on every device: CUDA multiplies by the reciprocal of a Python number."""
     return x / torch.full_like(x, number)
 
 
 def ref_append_kv(
     k, v, k_mean, k_codes, k_scale, v_codes, v_scale, *, position: int, ring: bool, k_balance=None
 ) -> None:
-    """Quantise k and v [B, H_kv, N, D] into the slots of tokens position, position + 1, … of the buffers, in place.
+    """Quantise k and v [B, H_kv, N, D] into the cache, from token number `position` on, in place.
 
-    A token's slot is its position, modulo the capacity in a ring. Slots beyond the capacity are not written.
+    A token's slot is its position, in a ring modulo the capacity. Slots beyond the capacity are not written.
     """
     capacity = k_codes.shape[2]
     tokens = torch.arange(k.shape[2], device=k.device) + position
@@ -51,14 +52,17 @@ def ref_append_kv(
         k = k - k_mean[:, :, None]
     if k_balance is not None:
         k = k * k_balance[:, :, None]
-    # both before the first is written: a ring's slots hold tokens, which an error must leave as they were
+    # K and V are both quantised before anything is written: an error must leave the tokens in a ring as they were
     new = (*ref_quantize_tokens(k), *ref_quantize_tokens(v.detach()[:, :, kept].float()))
     for buffer, x in zip((k_codes, k_scale, v_codes, v_scale), new, strict=True):
         buffer.index_copy_(2, slots, x)
 
 
 def ref_quantize_queries(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q (fp32, [..., D]) as scale · (high + low / 254): two codes (fp32 integers) and a scale [..., 1] fp32 a row."""
+    """Write q (fp32, [..., D]) as scale · (high + low / 254): two codes, and a scale [..., 1] fp32 a row.
+
+    The codes are integers in fp32.
+    """
     amax = q.abs().amax(-1, keepdim=True).clamp_min(AMAX_FLOOR)
     ratio = q * divide(INT8_MAX, amax)
     high = torch.round(ratio)
@@ -70,7 +74,9 @@ def ref_decode_attention(
     q, k_codes, k_scale, v_codes, v_scale, k_mean, lengths, *,
     ring: bool = False, masking: Masking = NO_MASKING, scale: float, round_p: bool = True, k_balance=None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Attention over an INT8 cache as the kernel computes it. Arguments as `sage_decode_attention`, unchecked.
+    """Attention over an INT8 KV cache as the kernel computes it.
+
+    Arguments as of `sage_decode_attention`, unchecked.
 
     Args:
         lengths: None, or an integer tensor [] or [B].
@@ -87,7 +93,7 @@ def ref_decode_attention(
     seen = [capacity] * batch if lengths is None else lengths.expand(batch).tolist()
     step = rows_at_a_time(q.device, capacity * group)
     for b in range(batch):
-        if seen[b] > capacity and not ring:  # tokens that had no room: no number is right
+        if seen[b] > capacity and not ring:  # some tokens had no room, so no result is right
             out[b], lse[b] = torch.nan, torch.nan
             continue
         number = max(min(seen[b], capacity), 0)
@@ -126,7 +132,7 @@ def _scores(q, k, k_scale, scale, *, exact_queries):
 
 
 def _masked(x, shift, masking: Masking, b: int, own: slice, rows, offset: int):
-    """Soft cap, bias, mask and band of rows [R] at positions offset + row. x [R, group, S], base 2."""
+    """Apply soft cap, bias, mask and band to rows [R] at positions offset + row. x [R, group, S], base 2."""
     if masking.softcap:
         cap = masking.softcap * LOG2_E
         x = cap * torch.tanh((x + shift * LOG2_E) / cap)
@@ -141,10 +147,10 @@ def _masked(x, shift, masking: Masking, b: int, own: slice, rows, offset: int):
 
 
 def _softmax_values(x, v, v_scale, shift, masking: Masking, own: slice, round_p: bool):
-    """softmax(x) · (v · v_scale) of rows x [R, group, S], and the natural log of the sum.
+    """Return softmax(x) · (v · v_scale) of rows x [R, group, S], and the natural log of the sum.
 
-    The scale of a value is part of the exponent, so that what is rounded to fp16 is relative to the largest product of
-    probability and value, whatever the probabilities and the values are by themselves.
+    The scale of a value is part of the exponent. So the largest product of probability and value decides the range
+    that is rounded to fp16, not the probabilities or the values alone.
     """
     shift = torch.zeros_like(shift) if masking.softcap else shift  # the capped scores are the true ones
     hidden = x == -torch.inf

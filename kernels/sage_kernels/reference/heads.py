@@ -1,4 +1,4 @@
-"""Norm and rotary embedding of heads in plain PyTorch: what runs on a CPU, and the oracle of the tests."""
+"""Reference of `qk_norm_rope`, RMSNorm and rotary embedding of heads, in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 
 def ref_qk_norm_rope(q, k, q_weight, k_weight, norm, eps, cos, sin, pairs):
-    """See `sage_kernels.qk_norm_rope`: in fp32 with one rounding at the end."""
+    """Compute `sage_kernels.qk_norm_rope` in fp32, with one rounding at the end."""
     results = []
     for parts, weights in ((q, q_weight), (k, k_weight)):
         done, first = [], 0
@@ -26,7 +26,7 @@ def ref_qk_norm_rope(q, k, q_weight, k_weight, norm, eps, cos, sin, pairs):
 
 
 def _rotated(y, cos, sin, pairs):
-    """y fp32 [B, S, H, D] turned by the angles of its tokens [S, D], or [S, D / 2] for one angle a pair."""
+    """Rotate y fp32 [B, S, H, D] by its tokens' angles [S, D], or [S, D / 2] for one angle a pair."""
     if cos.shape[-1] != y.shape[-1]:
         cos, sin = (x.repeat_interleave(2, -1) if pairs else torch.cat([x, x], -1) for x in (cos, sin))
     if pairs:

@@ -1,4 +1,4 @@
-"""8-bit linear layers in plain PyTorch, rounding where the kernels round: their oracle, and what runs on a CPU."""
+"""Reference of 8-bit linear layers in plain PyTorch: rounds where the kernels round."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from ..facts.numerics import divide, round_to_e4m3
 from ..facts.recipe import AMAX_FLOOR, E4M3_MAX, GATED, INT8_MAX
 
 
-# of the tanh form of GELU, x · sigmoid(2 · sqrt(2 / pi) · (x + 0.044715 x³))
+# Constants of GELU's tanh form, x · sigmoid(2 · sqrt(2 / pi) · (x + 0.044715 x³))
 _SQRT_2_OVER_PI, _CUBIC = 0.7978845608028654, 0.044715
 
 
 def ref_quantize_activation(x, *, format, norm, weight, bias, eps, gain, shift, balance, beside=None):
-    """Codes [..., K] and scale [...] fp32 of x [..., K]: see `sage_kernels.quantize_activation`."""
+    """Compute `sage_kernels.quantize_activation`: codes [..., K] and scale fp32 [...] of x [..., K]."""
     x = x if beside is None else torch.cat([x, beside], -1)
     x = normalized(x.float(), norm, weight, bias, eps)
     if gain is not None:
@@ -26,7 +26,7 @@ def ref_quantize_activation(x, *, format, norm, weight, bias, eps, gain, shift, 
 
 
 def normalized(x, norm: str, weight, bias, eps: float):
-    """x fp32 [..., K] after LayerNorm ("layer"), RMSNorm ("rms") or nothing ("none"), in fp32."""
+    """Apply LayerNorm ("layer"), RMSNorm ("rms") or no norm ("none") to x fp32 [..., K], in fp32."""
     if norm == "layer":
         x = x - x.mean(-1, keepdim=True)
     if norm != "none":
@@ -37,9 +37,10 @@ def normalized(x, norm: str, weight, bias, eps: float):
 
 
 def quantize(x, format: str, amax=None):
-    """Codes and scale of the rows of x fp32 [..., K]; amax [...] in place of the rows' own, which then clips.
+    """Quantise the rows of x fp32 [..., K] to codes and scale.
 
-    A row with something that is not finite has the scale NaN, and with it all that is computed from the row.
+    amax: fp32 [...] in place of the rows' own; larger elements are then clipped. A row with NaN or inf has the scale
+        NaN, and so has everything computed from the row.
     """
     largest = E4M3_MAX if format == "fp8" else float(INT8_MAX)
     finite = torch.where(x.isfinite(), x, 0.0)
@@ -51,7 +52,10 @@ def quantize(x, format: str, amax=None):
 
 
 def ref_quantized_linear(codes, scale, weight, weight_scale, bias, *, activation, gate, residual, dtype):
-    """[..., N] of codes [..., K], scale [...], weight [N, K] and its scale [N]: `sage_kernels.quantized_linear`."""
+    """Compute `sage_kernels.quantized_linear`: [..., N].
+
+    codes [..., K], scale [...], weight [N, K] and weight_scale [N].
+    """
     # INT8 products of up to 2^24 / 127² elements are exact in fp32, and longer ones in fp64
     sums = (codes.double() @ weight.double().mT).float()
     y = sums * scale[..., None] * weight_scale
@@ -62,17 +66,17 @@ def ref_quantized_linear(codes, scale, weight, weight_scale, bias, *, activation
         y = y * gate.float()
     if residual is not None:
         y = residual.float() + y
-    return y.to(dtype).contiguous()  # a residual's strides may have come through
+    return y.to(dtype).contiguous()  # it may have a residual's strides
 
 
 def ref_weight_only_linear(x, weight, weight_scale, bias):
-    """[..., N] of x [..., K], INT8 codes [N, K] and their scale [N]: `sage_kernels.weight_only_linear`."""
+    """Compute `sage_kernels.weight_only_linear`: [..., N] of x [..., K], INT8 codes [N, K] and scale [N]."""
     y = (x.double() @ weight.double().mT).float() * weight_scale
     return (y if bias is None else y + bias.float()).to(x.dtype).contiguous()
 
 
 def activated(y, activation: str):
-    """y fp32 [..., N] after its activation function; "geglu" and "swiglu" take pairs of columns: [..., N / 2]."""
+    """Apply an activation function to y fp32 [..., N]. Gated ones take pairs of columns: [..., N / 2]."""
     if activation in GATED:
         value, gate = y.unflatten(-1, (-1, 2)).unbind(-1)
         return value * activated(gate, GATED[activation])

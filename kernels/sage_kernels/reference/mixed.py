@@ -1,4 +1,4 @@
-"""Mixed attention in plain PyTorch: which blocks are chosen, and attention in two precisions with one softmax.
+"""Reference of mixed attention in plain PyTorch: choice of blocks, two precisions, one softmax.
 
 Inputs [B, S, H, D]; blocks of BLOCK query rows by BLOCK keys. Maths: docs/recipes.md.
 """
@@ -11,7 +11,7 @@ from ..facts.base_formats import base_codes, round_to_e2m1
 from ..facts.block_budget import chosen_a_row, own_blocks, visible_blocks
 from ..facts.numerics import LOG2_E, divide, pv_dtype, sampled_balance, sampled_center
 from ..facts.recipe import BLOCK, Mixed
-from .memory import rows_at_a_time
+from .attention import rows_at_a_time
 
 
 _DEFAULT = Mixed()
@@ -33,17 +33,19 @@ def ref_mixed_attention(
     block_q: int = BLOCK,
     half: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Attention whose chosen blocks run in 16 bit, or not at all. Arguments as `mixed_attention`, unchecked.
+    """Attention whose chosen blocks run in 16 bit or are left out.
+
+    Arguments as of `mixed_attention`, unchecked.
 
     Args:
         causal, offset: row i sees keys up to i + offset.
         round_p: False keeps P, and V as it is given, in fp32: the rounding floor of the test tolerances.
         chosen: bool [B, H, row blocks, key blocks] in place of the selector's choice.
-        pv: "fp4": of blocks that are not promoted, P·V in NVFP4 or MXFP4 as in ThriftAttention: groups of V along the
-            keys, P times 6 in e2m1 against the row's largest score, a sum of unrounded P. A study: no kernel has it.
-        smooth_k: False: neither center nor balance, as in ThriftAttention.
+        pv: "fp4": P·V of blocks that are not promoted runs in NVFP4 or MXFP4 as in ThriftAttention: groups of V along
+            the keys, P times 6 in e2m1 against the row's largest score, a sum of unrounded P. No kernel has it.
+        smooth_k: False: neither centre nor balance, as in ThriftAttention.
         block_q: query rows of a block.
-        half: type of promoted Q and K, of P and V; None: pv_dtype of q's.
+        half: dtype of promoted Q and K, of P and V; None: pv_dtype of q's.
     Returns: out [B, S_q, H, D] in q.dtype, lse [B, S_q, H] fp32, and `chosen`.
     """
     batch, seq_q, heads, head_dim = q.shape
@@ -96,7 +98,7 @@ def ref_mixed_attention(
 
 
 def _values_in_fp4(v: torch.Tensor, base: str) -> torch.Tensor:
-    """V [B, H, S, D] rounded to FP4 in groups along the keys."""
+    """Round V [B, H, S, D] to FP4 in groups along the keys."""
     if base not in ("mxfp4", "nvfp4"):
         raise ValueError(f'pv: got "fp4" with base {base!r}, expected "mxfp4" or "nvfp4"')
     codes, scale = base_codes(v.mT, base)
@@ -104,7 +106,7 @@ def _values_in_fp4(v: torch.Tensor, base: str) -> torch.Tensor:
 
 
 def _by_block(x: torch.Tensor, fill: float, size: int = BLOCK) -> torch.Tensor:
-    """[B, H, S, D] → [B, H, blocks, size, D], `fill` beyond the end."""
+    """Split [B, H, S, D] into blocks, [B, H, blocks, size, D], with `fill` beyond the end."""
     return torch.nn.functional.pad(x, (0, 0, 0, -x.shape[2] % size), value=fill).unflatten(2, (-1, size))
 
 
@@ -119,9 +121,10 @@ def _block_means(x: torch.Tensor, size: int = BLOCK) -> torch.Tensor:
 def ref_block_scores(
     q: torch.Tensor, k: torch.Tensor, selector: str, causal: bool, offset: int, block_q: int = BLOCK
 ) -> torch.Tensor:
-    """How important each block of keys is to each block of query rows: fp32 [B, H, row blocks, key blocks].
+    """Score the importance of each key block to each block of query rows.
 
-    q [B, H, S_q, D], k [B, H_kv, S_kv, D], fp32, K less any vector that all its keys share (no rank hangs on it).
+    q [B, H, S_q, D], k [B, H_kv, S_kv, D], fp32. Subtracting one vector from all keys changes no rank.
+    Returns: fp32 [B, H, row blocks, key blocks].
     """
     group = q.shape[1] // k.shape[1]
     means = _block_means(q, block_q)
@@ -147,8 +150,10 @@ def ref_block_scores(
 def ref_select(
     scores: torch.Tensor, options: Mixed, seq_q: int, seq_kv: int, causal: bool, offset: int, block_q: int = BLOCK
 ) -> torch.Tensor:
-    """The blocks that the action is taken on: bool like scores [B, H, row blocks, key blocks]. Of equal scores, the
-    first."""
+    """Choose the blocks to promote or leave out: bool like scores [B, H, row blocks, key blocks].
+
+    Of equal scores, the first.
+    """
     chosen = torch.zeros_like(scores, dtype=torch.bool)
     ranked = scores if options.action == "promote" else -scores
     for row in range(scores.shape[2]):

@@ -1,4 +1,4 @@
-"""What a call reads of its plan and adds to the statistics: whether a plan serves it, and what the next is made of."""
+"""Reference of plans: does a call's plan fit, which scales it gives, and the statistics of the call."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from ..facts.state import (
 
 
 def known_heads(state: HeadState, batch: int, seq_q: int, seq_kv: int, kv_heads: int, rotation: str) -> torch.Tensor:
-    """Heads bool [H_kv] whose plan is for this shape."""
+    """Return the heads, bool [H_kv], that have a plan for this shape."""
     rows = slice(int(state.row), int(state.row) + kv_heads)
     key, counts = shape_key(batch, seq_q, seq_kv, rotation), state.counts[rows]
     fits = (counts[:, COUNT_PLAN_KEY_A] == key) | (counts[:, COUNT_PLAN_KEY_B] == key)
@@ -39,10 +39,10 @@ def known_heads(state: HeadState, batch: int, seq_q: int, seq_kv: int, kv_heads:
 
 
 def plan_fits(qf, kf, counts, state: HeadState) -> torch.Tensor:
-    """Heads bool [B, H_kv] that the plan's center and balance serve, as far as a sample of this call tells.
+    """Return the heads, bool [B, H_kv], that the plan's centre and balance serve well, by a sample.
 
-    Of Q and K in codes of range A_q, A_k with channel ranges x_d, y_d, the scores' error is about
-    A_k²·Σx² + A_q²·Σy². The best center and balance leave 2·max(xy)·Σxy of that, y from the middle of K's range.
+    If Q and K have codes of range A_q, A_k and channel ranges x_d, y_d, the scores' squared error is about
+    A_k²·Σx² + A_q²·Σy². The best centre and balance leave 2·max(xy)·Σxy of that, y from the middle of K's range.
     A NaN in the sample of K says nothing: it makes the head's output NaN anyway. In Q it counts as LARGEST_QUERY.
     """
     head_dim, kv_heads = kf.shape[3], kf.shape[1]
@@ -61,13 +61,13 @@ def plan_fits(qf, kf, counts, state: HeadState) -> torch.Tensor:
     length = torch.tensor([qf.shape[2]], dtype=torch.int64, device=qf.device)
     q = qf.unflatten(1, (kv_heads, -1))[:, :, heads, fit_tokens(length)]
     q = q.abs().nan_to_num(LARGEST_QUERY).clamp_max(LARGEST_QUERY) * q_weight[:, :, None]
-    q = q / q.sum(-1, keepdim=True).clamp_min(AMAX_FLOOR)  # rows have scales of their own
+    q = q / q.sum(-1, keepdim=True).clamp_min(AMAX_FLOOR)  # each row of Q has a scale of its own
     q_size = (q * q).sum(2)
     high, low = (k.masked_fill(~counted, -torch.inf).amax(2), k.masked_fill(~counted, torch.inf).amin(2))
     off = torch.where(high >= low, (high * 0.5 + low * 0.5 - center) * k_weight, 0.0)
     k = torch.where(counted, (k - center[:, :, None]) * k_weight[:, :, None], 0.0)
     k_size = k.square().sum(2)
-    best = (k_size + off * (off * counted.sum(2) - k.sum(2) * 2)).clamp_min(0.0)  # squares about the middle
+    best = (k_size + off * (off * counted.sum(2) - k.sum(2) * 2)).clamp_min(0.0)  # sum of squares about the middle
     best = (best * q_size).sqrt()
     k_top, q_top, best_top = (x.amax(-1, keepdim=True) for x in (k_size, q_size, best))
     excess = q_size * k_top + k_size * q_top - best * (best_top * (2 * FIT_LIMIT))
@@ -75,9 +75,9 @@ def plan_fits(qf, kf, counts, state: HeadState) -> torch.Tensor:
 
 
 def planned_vectors(state: HeadState, served, center, k_weight, q_weight):
-    """Scale, center and weights [B, H_kv, 1, D or 1] of a call: planned where `served` bool [B, H_kv], else as given.
+    """Return scale, centre and weights of a call: planned where `served` bool [B, H_kv], else as given.
 
-    The scale is 0 for the others.
+    Each [B, H_kv, 1, D or 1]. The scale is 0 for heads that are not served.
     """
     rows = slice(int(state.row), int(state.row) + served.shape[1])
     on = served[..., None, None]
@@ -88,7 +88,7 @@ def planned_vectors(state: HeadState, served, center, k_weight, q_weight):
 
 
 def record_values(state: HeadState, vf, counts, clipped) -> None:
-    """This step's statistics of V [B, H, S, D], in place."""
+    """Add the statistics of V [B, H, S, D] to those of this step, in place."""
     rows = slice(int(state.row), int(state.row) + vf.shape[1])
     stats = state.stats[rows, STAT_V_AMAX, : vf.shape[3]]
     size = torch.where(torch.isfinite(vf), vf.abs(), 0.0)
@@ -99,7 +99,7 @@ def record_values(state: HeadState, vf, counts, clipped) -> None:
 
 
 def record_step(state: HeadState, qf, kf, x_k, planned, misfits, kept, rotation: str, block_k: int) -> None:
-    """This step's true statistics, in place: what the plan of the next step is made of.
+    """Add a call's statistics to those of this step, in place: the next plan is made of them.
 
     misfits: heads bool [B, H_kv] that had a plan which did not fit.
     """

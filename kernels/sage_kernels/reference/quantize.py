@@ -1,4 +1,4 @@
-"""The rotation and the INT8 codes of attention's inputs, rounded where the kernels round."""
+"""Reference of rotation and 8-bit codes of Q and K, rounded where the kernels round."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..facts.recipe import AMAX_FLOOR, E4M3_OF_INT8, INT8_MAX, SHRINK_LIMIT
 
 
 def ref_rotate(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """x [B, S, H, D] times the block-diagonal Hadamard matrix, [B, S, H, padded_head_dim(D)] in x's dtype.
+    """Multiply x [B, S, H, D] by the block-diagonal Hadamard matrix: [B, S, H, padded_head_dim(D)].
 
     Blocks of n = rotation_block(D) channels with entries (-1)^popcount(i & j) / sqrt(n): symmetric and orthogonal.
     Summed and scaled in fp32, rounded once, to `dtype` (x's if None).
@@ -17,7 +17,7 @@ def ref_rotate(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tenso
     block, channels = rotation_block(x.shape[3]), padded_head_dim(x.shape[3])
     y = torch.nn.functional.pad(x.detach().float(), (0, channels - x.shape[3])).unflatten(3, (-1, block))
     width = 1
-    while width < block:  # one bit of the channel's number at a time
+    while width < block:  # a butterfly for each bit of the channel's number
         low, high = y.unflatten(-1, (-1, 2, width)).unbind(-2)
         y = torch.stack((low + high, low - high), -2).flatten(-3)
         width *= 2
@@ -25,14 +25,13 @@ def ref_rotate(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tenso
 
 
 def ref_quantize(x: torch.Tensor, group: int | None, planned: torch.Tensor | None = None, qk: str = "int8"):
-    """Symmetric codes of x [B, H, S, D] (fp32) with one scale per `group` tokens (None: per head).
+    """Quantise x [B, H, S, D] (fp32) symmetrically, with one scale per `group` tokens (None: per head).
 
-    planned [B or 1, H, 1, 1]: dequantisation scale folded into x already, 0 for a head without a plan. A group of a
-    planned head keeps that scale while its largest code is between SHRINK_LIMIT · 127 and 127. Any other group takes
-    its own: nothing is clipped, and nothing loses its resolution.
-
-    qk: "int8", or "fp8_e4m3": codes are numbers of e4m3, of which the largest is 128.
-
+    Args:
+        planned: [B or 1, H, 1, 1], a dequantisation scale that x was divided by already; 0 for a head without a plan.
+            A group of a planned head keeps that scale while its largest code is between SHRINK_LIMIT · 127 and 127.
+            Any other group takes its own: nothing is clipped, and nothing loses its resolution.
+        qk: "int8", or "fp8_e4m3": codes are numbers of e4m3, of which the largest is 128.
     Returns: codes [B, H, S, D] fp32, scale [B, H, S, 1] fp32.
     """
     batch, heads, seq, _ = x.shape

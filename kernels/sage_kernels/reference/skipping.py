@@ -1,4 +1,4 @@
-"""The specification of skipping: which key tiles a call leaves out, and what is measured for the next one."""
+"""Reference of skip lists: tiles that a call leaves out, and measurements for the next call."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from ..facts.skipping import (
 
 
 def ref_skip_tiles(q_int, row_scale, k_int, k_scale, skip: SkipState) -> torch.Tensor:
-    """The key tiles that a call leaves out, bool [B, H, query tiles, key tiles], as its lists are renewed.
+    """Renew a call's lists, and return the key tiles it leaves out, bool [B, H, query tiles, key tiles].
 
     Args:
-        q_int, k_int: codes [B, H, S_q, D] and [B, H_kv, S_kv, D]; row_scale [B, H, S_q, 1] and k_scale
-            [B, H_kv, S_kv, 1] make base-2 scores of their products.
+        q_int, k_int: codes [B, H, S_q, D] and [B, H_kv, S_kv, D].
+        row_scale, k_scale: [B, H, S_q, 1] and [B, H_kv, S_kv, 1]: factors from products of codes to base-2 scores.
         skip: read and written.
     """
     batch, heads, seq_q, _ = q_int.shape
@@ -79,7 +79,7 @@ def ref_skip_tiles(q_int, row_scale, k_int, k_scale, skip: SkipState) -> torch.T
 
 
 def ref_shares(scores: torch.Tensor, block_k: int) -> torch.Tensor:
-    """Share of each row's probability that each key tile has. scores [R, S_kv], base 2 -> [R, tiles], fp32."""
+    """Share of a row's probability in each key tile, fp32 [R, tiles]. scores [R, S_kv], base 2."""
     top = scores.amax(-1, keepdim=True)
     lse = top + torch.log2(torch.exp2(scores - top).sum(-1, keepdim=True))
     p = torch.nn.functional.pad(torch.exp2(scores - lse), (0, -scores.shape[-1] % block_k))
@@ -87,23 +87,29 @@ def ref_shares(scores: torch.Tensor, block_k: int) -> torch.Tensor:
 
 
 def ref_levels(shares: torch.Tensor) -> torch.Tensor:
-    """The largest share of any row, [R, tiles] -> int64 [tiles]: it is at most 2^(-level / LEVELS)."""
+    """Level of each tile's largest share of any row, int64 [tiles]. shares [R, tiles].
+
+    The share is at most 2^(-level / LEVELS).
+    """
     level = torch.floor(-LEVELS * torch.log2(shares.amax(0) * SHARE_SLACK))
     return level.clamp(0, LARGEST_LEVEL).long()
 
 
 def ref_list(shares: torch.Tensor, limit: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tiles that rows with these shares [R, tiles] need not visit, bool [tiles], and what a row loses at most."""
+    """Choose the key tiles to skip by the rows' shares [R, tiles]: bool [tiles], and the largest loss."""
     level = ref_levels(shares)
     of_level = torch.exp2(torch.arange(LARGEST_LEVEL, -1, -1, device=level.device) / -LEVELS)
     lost = (level.bincount(minlength=LARGEST_LEVEL + 1).flip(0) * of_level).cumsum(0)  # from the smallest shares on
-    fitting = int((lost <= limit * FILL).sum())  # levels that fit together
+    fitting = int((lost <= limit * FILL).sum())  # number of levels whose tiles fit together
     bound = lost[fitting - 1] if fitting else lost.new_zeros(())
     return level > LARGEST_LEVEL - fitting, bound
 
 
 def _measure(shares, skipped, limit: float, totals) -> bool:
-    """Whether rows with these shares lost more than the limit by the list skipped [tiles]; counts what they lost."""
+    """Count the loss of rows with these shares by their list; return True if it is above the limit.
+
+    shares [R, tiles], skipped bool [tiles]. The loss is that of the worst row.
+    """
     lost = torch.where(skipped, shares, 0.0).sum(-1).amax()
     totals[TOTAL_MEASURED] += 1
     totals[TOTAL_BEYOND] += int(lost > limit)

@@ -1,4 +1,4 @@
-"""Attention of packed sequences in plain PyTorch: that of each sequence alone."""
+"""Reference of attention of packed sequences: `ref_attention` of each sequence alone."""
 
 from __future__ import annotations
 
@@ -18,9 +18,13 @@ def ref_attention_varlen(
     masking: Masking = NO_MASKING,
     **options,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`ref_attention` of each sequence. q [total_q, H, D], k and v [total_k, H_kv, D]; reads the lengths.
+    """Run `ref_attention` on each packed sequence. Reads the lengths.
 
-    Args: masking: from `packed_masking`; options: of `ref_attention`.
+    Args:
+        q: [total_q, H, D]. k, v: [total_k, H_kv, D].
+        cu_seqlens_q, cu_seqlens_k: int32 [sequences + 1]: 0 and the ends of the sequences.
+        masking: from `packed_masking`.
+        options: of `ref_attention`.
     Returns: out [total_q, H, D] in q.dtype, lse [total_q, H] fp32, natural log. Rows without keys are 0 and -inf, or
         the sink.
     """

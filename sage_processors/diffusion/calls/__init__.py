@@ -1,4 +1,4 @@
-"""What a layer's attention call runs: INT8 attention, or 16 bit with the reason counted.
+"""Attention calls of diffusers models: INT8 attention, or 16 bit with a counted reason.
 
 May import host/, steps/ and heads/.
 """

@@ -1,10 +1,11 @@
-"""INT8 attention as a back end of diffusers' own dispatcher: for models and tools that choose attention by name.
+"""INT8 attention as a back end of diffusers' attention dispatcher, chosen by name.
 
     sp.register_diffusers_backend()
     pipe.transformer.set_attention_backend("sage_int8")
 
-The second-best door. A back end is told neither the layer nor the step, so scales come from each call, and nothing is
-counted by layer; and processors that call PyTorch directly never ask for one.
+Prefer `sage_processors.apply` where it can be used. A back end is told neither the layer nor the step. So quantisation
+scales come from each call, and nothing is counted by layer. Processors that call PyTorch directly never use a back
+end.
 """
 
 from __future__ import annotations
@@ -19,21 +20,21 @@ from sage_kernels import RECIPES
 from sage_kernels.compat import is_exporting
 from sage_kernels.facts.recipe import MIXED_RECIPE
 
-from ...autocast import autocast
 from ...option_groups import BY_CALL, IN_16_BIT, RecipeName, ScalingName
 from ...options import SageAttnProcessor
 from ...postponed.tensor import ordinary_in
 from ...reporting.event_counter import count_shared, zero_shared
+from ...torch_modes import autocast
 from ...unsupported import REMEDIES, UnsupportedAttentionError
 from ..host import dispatcher
 from .call_reasons import REASONS, call_reason, is_short, needs_gradient
 from .context_parallel import degrees, run_in_parallel
-from .exact_with_lse import exact_part
+from .fallback import fallback_attention
 
 
 logger = logging.getLogger("sage_processors")
 
-WHOSE = "diffusers back end"  # of these counts
+WHOSE = "diffusers back end"  # name of the shared counters
 CALLED = "called"
 EVENTS = (CALLED, *REASONS, "attention_kwargs", "other")
 _EVENT = {name: i for i, name in enumerate(EVENTS)}
@@ -53,24 +54,26 @@ def register_diffusers_backend(
     min_tokens: int | None = None,
     on_unsupported: Literal["fallback", "raise"] = "fallback",
 ) -> str:
-    """Make INT8 attention a back end of diffusers, "sage_int8". Called again, it replaces the options and counts anew.
+    """Register INT8 attention as a back end of diffusers with the name "sage_int8".
+
+    A later call replaces the options and starts counting from zero.
 
     Then `model.set_attention_backend("sage_int8")`, `with attention_backend("sage_int8"):` and the environment
     variable DIFFUSERS_ATTN_BACKEND=sage_int8 choose it. With the variable, call this before importing models or
-    pipelines of diffusers, which look at it once. `sage_processors.apply` knows layers and steps and reaches all
-    models: prefer it. Where both are on a model, its rules win.
+    pipelines of diffusers, which read it once. Prefer `sage_processors.apply`, which knows layers and steps and
+    reaches all models. Where both are on a model, the rules of `apply` win.
 
     Args:
         recipe: number formats of the two matmuls, a key of sage_kernels.RECIPES.
-        scaling: what shares a scale of Q and K: "per_token", "per_block" or "per_head"; "dynamic" means "per_token".
-            All come from the call.
-        min_tokens: calls with fewer queries or keys run exact attention (reason "short"). None: as measured for the
-            running GPU. Calls that return the log-sum-exp are never short.
-        on_unsupported: "fallback": a call that INT8 attention can't do runs diffusers' native back end, is counted
-            with its reason and logged once. "raise": UnsupportedAttentionError.
+        scaling: granularity of the quantisation scales of Q and K: "per_token", "per_block" or "per_head"; "dynamic"
+            means "per_token". All are computed from the call's inputs.
+        min_tokens: calls with fewer queries or keys run in 16 bit (reason "short"). None: as measured for the running
+            GPU. Calls that return the log-sum-exp are never short.
+        on_unsupported: "fallback": a call that can't run in INT8 runs diffusers' native back end, is counted with its
+            reason and logged once. "raise": such a call raises UnsupportedAttentionError.
     Returns: "sage_int8".
-    Raises: TypeError or ValueError for an option of wrong type or value; ImportError without diffusers, or with one
-        whose dispatcher is unknown; RuntimeError where diffusers has another back end of this name.
+    Raises: TypeError or ValueError for an option of wrong type or value; ImportError without diffusers, or for a
+        version with an unknown dispatcher; RuntimeError if diffusers has another back end of this name.
     """
     global _options
     options = SageAttnProcessor(recipe=recipe, scaling=scaling, min_tokens=min_tokens, on_unsupported=on_unsupported)
@@ -92,15 +95,15 @@ def register_diffusers_backend(
 
 
 def unregister_diffusers_backend() -> None:
-    """Take the back end out again: diffusers is as before. Nothing happens if it was not there.
+    """Remove the back end from diffusers. Does nothing if it is not registered.
 
-    Models that still name it raise KeyError in their next forward: model.reset_attention_backend() before.
+    Models that still name it raise KeyError in their next forward; call model.reset_attention_backend() first.
     """
     dispatcher.remove()
 
 
 def options() -> SageAttnProcessor:
-    """Those of the latest registration."""
+    """Return the options of the latest registration."""
     return _options
 
 
@@ -117,7 +120,10 @@ def _sage_int8(
     _parallel_config: Any = None,
     **unknown: Any,
 ) -> Any:
-    """The back end: query [B, S_q, H, D], key and value [B, S_kv, H_kv, D] -> [B, S_q, H, D], and lse [B, S_q, H]."""
+    """Run one call of the back end, with the arguments of diffusers' own back ends.
+
+    query [B, S_q, H, D], key and value [B, S_kv, H_kv, D] -> [B, S_q, H, D]; with return_lse also lse [B, S_q, H].
+    """
     query, key, value = ordinary_in((query, key, value))
     attn_mask = _key_mask(attn_mask, query, key)
     call = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
@@ -127,7 +133,7 @@ def _sage_int8(
 
 
 def _key_mask(mask: Any, query: torch.Tensor, key: torch.Tensor) -> Any:
-    """A mask of keys [B, S_kv] as [B, 1, 1, S_kv], as diffusers' native back end takes it."""
+    """Reshape a mask of keys from [B, S_kv] to [B, 1, 1, S_kv], as diffusers' native back end does."""
     if isinstance(mask, torch.Tensor) and mask.dim() == 2 and query.dim() == key.dim() == 4:
         if tuple(mask.shape) == (query.shape[0], key.shape[1]):
             return mask[:, None, None]
@@ -135,7 +141,10 @@ def _key_mask(mask: Any, query: torch.Tensor, key: torch.Tensor) -> Any:
 
 
 def _run(call: tuple[Any, ...], return_lse: bool, reason: str | None) -> Any:
-    """A call on this device alone. call: up to `enable_gqa`. reason: one against INT8 that is known already."""
+    """Run a call on this device alone.
+
+    Args: call: arguments up to `enable_gqa`. reason: a reason against INT8 that is already known, or None.
+    """
     query, key, value, *others = call
     attn_mask, _, is_causal, scale, _ = others
     if reason is None and not return_lse and is_short(_options, query, key, 1, 2, is_causal):
@@ -149,28 +158,28 @@ def _run(call: tuple[Any, ...], return_lse: bool, reason: str | None) -> Any:
             q, k, v, attn_mask=attn_mask, causal="top_left" if is_causal else False, recipe=_options.recipe,
             scaling=_options.scaling.of_call, scale=scale, return_lse=return_lse,
         )  # fmt: skip
-    _stay_exact(reason, query)
-    return exact_part(call, return_lse)
+    _fall_back(reason, query)
+    return fallback_attention(call, return_lse)
 
 
 def _run_in_parallel(call: tuple[Any, ...], return_lse: bool, parallel: Any, unknown: bool) -> Any:
-    """A call whose tokens are spread over devices."""
+    """Run a call with tokens spread over devices. unknown: it has arguments that we don't know."""
     masked_ring = call[3] is not None and degrees(parallel)[1] > 1
     if (unknown or needs_gradient(*call[:3])) and not masked_ring:
-        _stay_exact("attention_kwargs" if unknown else "requires_grad", call[0])
+        _fall_back("attention_kwargs" if unknown else "requires_grad", call[0])
         names = dict(zip(_ARGUMENTS, call, strict=False))
         return dispatcher.native()(**names, return_lse=return_lse, _parallel_config=parallel)
     return run_in_parallel(call, return_lse, parallel, lambda given, with_lse: _run(given, with_lse, None))
 
 
 def _count(event: str, query: torch.Tensor) -> None:
-    """Count a call, but not one of an exported program: it runs without us, and would carry our counters along."""
+    """Count a call, unless it is exported: the exported program would contain our counters."""
     if not is_exporting():
         count_shared(WHOSE, len(EVENTS), _EVENT.get(event, _EVENT["other"]), query.device)
 
 
-def _stay_exact(reason: str, query: torch.Tensor) -> None:
-    """Count a call that runs in 16 bit, or raise with on_unsupported="raise"."""
+def _fall_back(reason: str, query: torch.Tensor) -> None:
+    """Count a call that can't run in INT8; raise with on_unsupported="raise"."""
     if _options.on_unsupported == "raise":
         instead = 'register_diffusers_backend(on_unsupported="fallback")'
         raise UnsupportedAttentionError(f"any, by the back end {dispatcher.NAME}", reason, instead=instead)
@@ -183,6 +192,6 @@ def _log_once(reason: str) -> None:
     if reason not in _logged:
         _logged.add(reason)
         logger.warning(
-            "back end %s runs exact attention (reason: %s%s); sage_processors.diffusers_backend_report() counts",
+            "back end %s runs without INT8 (reason: %s%s); sage_processors.diffusers_backend_report() counts",
             dispatcher.NAME, reason, f"; {REMEDIES[reason]}" if reason in REMEDIES else "",
         )  # fmt: skip

@@ -1,6 +1,7 @@
-"""Why an attention call of a denoiser must stay exact, as far as the call itself says: the two doors of diffusers ask.
+"""Reasons why attention of a denoiser can't run in INT8: of a single call, and of a whole layer.
 
-Shapes, dtypes and flags alone decide (no device sync, one traced branch).
+Swapped processors (processors.py) and the back end (backend.py) ask about calls. Shapes, dtypes and flags alone
+decide. That needs no device sync, and torch.compile traces one branch.
 """
 
 from __future__ import annotations
@@ -15,19 +16,22 @@ from sage_kernels.compat import function_modes
 from sage_kernels.facts import crossover
 
 from ...options import SageAttnProcessor
+from ...unsupported import REMEDIES
+from ..host.discovery import discover_sites
 from .context_parallel import lengths_in_parallel
 
 
-# modules of the function modes of torch.export
+# modules that define the function modes of torch.export
 EXPORTING = ("torch.export.", "torch._export.", "torch.fx.experimental.proxy_tensor")
-# what `call_reason` returns, and "short"
+# results of `call_reason`, and "short"
 REASONS = (*sage_kernels.REASONS, "short", "block_mask", "function_mode", "softmax_scale", "mixed_mask")
 
 
 def _foreign_function_mode() -> bool:
-    """Whether a TorchFunctionMode is active that may want to see scaled_dot_product_attention (PAG, SEG, profilers).
+    """True if an active TorchFunctionMode may act on attention.
 
-    torch.set_default_device and torch.export are function modes too, but have no business with attention.
+    Those of perturbed-attention guidance (PAG, SEG) and of profilers do. The modes of torch.set_default_device and
+    torch.export don't count: they leave attention alone.
     """
     return any(not type(mode).__module__.startswith(EXPORTING) for mode in function_modes())
 
@@ -41,11 +45,11 @@ def is_short(
     is_causal: bool,
     parallel: Any = None,
 ) -> bool:
-    """Whether 16 bit is the faster one for a call. tokens, heads: which dimensions of query and key these are.
+    """True if 16 bit is faster than INT8 for a call.
 
-    parallel: where the tokens are spread over devices: judged is what each device then computes.
-
-    Asked first: a call that would have been too short anyway should cost the host next to nothing.
+    Asked before all other reasons, because a short call should cost the host next to nothing.
+    Args: tokens, heads: dimensions of query and key that hold these. parallel: diffusers' ParallelConfig if tokens are
+        spread over devices; the call that each device then computes decides.
     """
     if query.dim() != 4 or key.dim() != 4 or query.shape[3] > MAX_HEAD_DIM:
         return False
@@ -59,12 +63,15 @@ def is_short(
 
 
 def needs_gradient(*tensors: torch.Tensor) -> bool:
-    """Whether PyTorch will ask for the gradient of one of them."""
+    """True if PyTorch will compute a gradient for one of the tensors."""
     return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
 def training_reason(query: Any, key: Any, value: Any, attn_mask: Any, *others: Any) -> str | None:
-    """As `call_reason`, where gradients are welcome: one of its reasons, "no_backward", or None."""
+    """Return the reason to run a call of training in 16 bit: as `call_reason`, or "no_backward"; or None.
+
+    Gradients of query, key and value are no reason. A mask that needs one is.
+    """
     with torch.no_grad():
         reason = call_reason(query, key, value, attn_mask, *others)
     if reason is None and attn_mask is not None and needs_gradient(attn_mask):
@@ -84,13 +91,33 @@ def call_reason(
     scale: Any,
     enable_gqa: Any,
 ) -> str | None:
-    """One of REASONS, or None: the op can do this call. query, key, value: [B, S, H, D]."""
+    """Return one of REASONS, or None if the INT8 op can run the call. query, key, value: [B, S, H, D]."""
     if attn_mask is not None and not isinstance(attn_mask, torch.Tensor):
         return "block_mask"
     if _foreign_function_mode():
         return "function_mode"
     if scale is not None and (isinstance(scale, torch.Tensor) or scale < 0):
-        return "softmax_scale"  # reading a tensor would sync
+        return "softmax_scale"  # reading the value of a tensor would sync
     return sage_kernels.unsupported(
         query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, enable_gqa=enable_gqa
     )
+
+
+def layer_reason(layer: Any) -> str:
+    """Return why no call of a layer can run in INT8, in words; "" if nothing speaks against it.
+
+    Only facts that are known before the first call count. Args: layer: a denoiser's `Layer`.
+    """
+    if layer.module.training and layer.sage._sage_config.training != "int8":
+        return REMEDIES["training"]
+    if layer.sage._sage_kept:
+        return "kept in 16 bit by the options"
+    weight = next((p for p in layer.module.parameters() if p.is_floating_point()), None)
+    if weight is not None and weight.dtype == torch.float64:
+        return f"{weight.dtype}: cast the model to float16, bfloat16 or float32"
+    if weight is not None and weight.device.type not in ("cpu", "cuda", "meta"):
+        return f"no kernel for the device {weight.device.type}"
+    shapes = [shape for shape in discover_sites(layer.module, layer.sage) if shape]
+    if shapes and all(head_dim > MAX_HEAD_DIM for _, head_dim in shapes):
+        return f"head_dim {shapes[0][1]}, at most {MAX_HEAD_DIM} is possible"
+    return ""

@@ -1,8 +1,9 @@
-"""Attention calls whose tokens are spread over devices: diffusers moves them about, our attention runs on the result.
+"""Context parallelism: attention calls with tokens spread over several devices.
 
-Ulysses: every device gets all tokens of a part of the heads. Ring: every device keeps its queries, and gets the keys
-of one device after the other; parts are merged by their log-sum-exp. The log-sum-exp is that of the keys as they are,
-not of the smoothed ones, so each part may be smoothed by a vector of its own.
+diffusers exchanges the tokens, and our attention runs on the gathered tensors. Ulysses: every device gets all tokens
+of some of the heads. Ring: every device keeps its queries and gets the keys of one device after the other; the partial
+results are merged by their log-sum-exp. That is the log-sum-exp of the original keys, not of the centred ones, so the
+keys of each device may have their own centre.
 """
 
 from __future__ import annotations
@@ -13,36 +14,39 @@ from typing import Any
 import torch
 
 from ..host import dispatcher
-from .exact_with_lse import exact_part
+from .fallback import fallback_attention
 from .int8_exchange import run_ulysses
 
 
-# (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa), whether with the log-sum-exp -> as wanted
+# ((query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa), return_lse) -> out, or (out, lse)
 Attend = Callable[[tuple[Any, ...], bool], Any]
 
 
 def degrees(parallel: Any) -> tuple[int, int]:
-    """(how many devices share the heads, how many share the keys) of a ParallelConfig of diffusers."""
+    """Return (ulysses_degree, ring_degree) of diffusers' ParallelConfig.
+
+    ulysses_degree devices share the heads, ring_degree devices share the keys.
+    """
     config = parallel.context_parallel_config
     return config.ulysses_degree, config.ring_degree
 
 
 def first_head(parallel: Any, heads: int) -> int:
-    """The first of the heads that this device computes, of those of the model, where each computes `heads`."""
+    """Return the index in the model of this device's first head, if each device computes `heads` of them."""
     rank = parallel.context_parallel_config._ulysses_local_rank
     return 0 if rank is None else int(rank) * heads
 
 
 def run_in_parallel(call: tuple[Any, ...], return_lse: bool, parallel: Any, attend: Attend) -> Any:
-    """A call on this device's tokens, with those of all devices.
+    """Run attention of this device's tokens to those of all devices.
 
-    Args: call: of this device's tokens, up to `enable_gqa`; query [B, S, H, D]. attend: runs such a call on tensors
-        that diffusers gathered. parallel: diffusers' ParallelConfig.
+    Args: call: arguments up to `enable_gqa`, with this device's tokens; query [B, S, H, D]. attend: runs such a call
+        on the tensors that diffusers gathered. parallel: diffusers' ParallelConfig.
     Returns: out [B, S, H, D] of this device's tokens, with return_lse also lse [B, S, H].
     Raises: NotImplementedError for a mask under ring attention; diffusers' errors for causal or grouped heads.
     """
     if call[3] is not None and degrees(parallel)[1] > 1:
-        # it would lay this device's part of the mask over the keys of every other
+        # diffusers would apply this device's part of the mask to the keys of every other device
         raise NotImplementedError(
             "attn_mask: got a mask together with ring attention, expected none: each device has only its own part of "
             "it; use Ulysses, ContextParallelConfig(ulysses_degree=...)"
@@ -58,7 +62,10 @@ def run_in_parallel(call: tuple[Any, ...], return_lse: bool, parallel: Any, atte
 
 
 def sends_codes(call: tuple[Any, ...], parallel: Any) -> bool:
-    """Whether a call can be exchanged as INT8 codes: plain Ulysses, whole heads for each device, without a mask."""
+    """True if a call can be exchanged as INT8 codes.
+
+    It must be plain Ulysses with the same number of heads for each device, without a mask, and not causal.
+    """
     config = parallel.context_parallel_config
     ulysses, ring = degrees(parallel)
     is_plain = ring == 1 and ulysses > 1 and not getattr(config, "ulysses_anything", False)
@@ -66,8 +73,11 @@ def sends_codes(call: tuple[Any, ...], parallel: Any) -> bool:
     return is_plain and call[3] is None and not call[5] and heads == heads[:1] * 3 and heads[0] % ulysses == 0
 
 
-def bytes_as_they_are(call: tuple[Any, ...], parallel: Any) -> int:
-    """Bytes that this device sends for a call as diffusers exchanges it: Q, K, V and output, or K and V in a ring."""
+def unquantised_bytes(call: tuple[Any, ...], parallel: Any) -> int:
+    """Return the bytes that this device sends if diffusers exchanges a call in its own dtype.
+
+    Ulysses sends Q, K, V and the output; a ring sends K and V.
+    """
     query, key, value = call[:3]
     ulysses, ring = degrees(parallel)
     by_head = (2 * query.numel() + key.numel() + value.numel()) * (ulysses - 1) // ulysses
@@ -75,15 +85,18 @@ def bytes_as_they_are(call: tuple[Any, ...], parallel: Any) -> int:
 
 
 def run_with_codes(call: tuple[Any, ...], parallel: Any, attend: Attend) -> tuple[torch.Tensor, int]:
-    """As `run_in_parallel` for calls that `sends_codes` allows, exchanged as INT8 codes; and the bytes sent."""
+    """Run a call that `sends_codes` allows with INT8 codes exchanged. Returns (out, bytes sent)."""
     group = parallel.context_parallel_config._ulysses_mesh.get_group()
     query, key, value, *others = call
     return run_ulysses(query, key, value, group, lambda q, k, v: attend((q, k, v, *others), False))
 
 
-def run_exact_in_parallel(call: tuple[Any, ...], parallel: Any) -> Any:
-    """As `run_in_parallel`, in exact attention: for ring attention where diffusers' own can't return a log-sum-exp."""
-    return run_in_parallel(call, False, parallel, exact_part)
+def run_fallback_in_parallel(call: tuple[Any, ...], parallel: Any) -> Any:
+    """Run a call without quantisation, under ring attention too.
+
+    diffusers' native back end can't do that: it returns no log-sum-exp.
+    """
+    return run_in_parallel(call, False, parallel, fallback_attention)
 
 
 def _no_backward(ctx: Any, *arguments: Any, **options: Any) -> Any:
@@ -91,6 +104,9 @@ def _no_backward(ctx: Any, *arguments: Any, **options: Any) -> Any:
 
 
 def lengths_in_parallel(query: torch.Tensor, key: torch.Tensor, parallel: Any) -> tuple[int, int, int]:
-    """(S_q, S_kv, heads) of the calls on one device, where query and key [B, S, H, D] are this device's tokens."""
+    """Return (S_q, S_kv, heads) of the gathered call on one device.
+
+    Args: query, key: [B, S, H, D], with this device's tokens.
+    """
     ulysses, _ = degrees(parallel)
     return query.shape[1] * ulysses, key.shape[1] * ulysses, -(-query.shape[2] // ulysses)

@@ -1,9 +1,9 @@
-"""Ulysses attention whose devices send one another INT8 codes: half the bytes of 16 bit, and a scale a token and head.
+"""Ulysses context parallelism with INT8 codes on the wire, in half the bytes of 16 bit.
 
-Each token of a head is rounded with a scale of its own, which travels with it, so nothing has to be agreed on before.
-Keys lose the mean of this device's keys first: what all tokens share would otherwise fill the codes. The mean travels
-once, as it is, and is added again. Attention then quantises what arrived as it always does; a token whose largest code
-is 127 gets the same codes again, so Q is rounded once.
+Each token of a head is quantised with a scale of its own, which is sent along. So devices need not agree on scales
+first. The mean of this device's keys is subtracted from them before, because a part that all tokens share would use up
+the range of the codes. The mean is sent once, in the keys' own dtype, and added again. Attention then quantises the
+received tensors as always. A token with a largest code of 127 gets the same codes again, so Q is rounded only once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ _MAX = 127.0
 
 
 def pack(x: torch.Tensor) -> torch.Tensor:
-    """x [..., D], floating point, as int8 [..., D + 2]: codes, and their scale (bf16) as bytes. NaN and inf: NaN."""
+    """Quantise x [..., D] to int8 [..., D + 2]: the codes, then the bf16 scale as two bytes.
+
+    One scale for each row of D values. A row with NaN or infinity becomes NaN when it is unpacked.
+    """
     wide = x.float()
     top = wide.abs().amax(-1, keepdim=True)
     scale = (top / _MAX).to(_SCALE)  # within 2^-9: the largest code is 126.75 to 127.25, and rounds to 127
@@ -30,18 +33,18 @@ def pack(x: torch.Tensor) -> torch.Tensor:
 
 
 def unpack(packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What `pack` was given, rounded: [..., D] in dtype."""
+    """Dequantise the result of `pack` to [..., D] in dtype."""
     scale = packed[..., -2:].contiguous().view(_SCALE)
     return (packed[..., :-2].float() * scale.float()).to(dtype)
 
 
 def _by_head(x: torch.Tensor, world: int) -> torch.Tensor:
-    """[B, S, H, ...] as [device, B, S, H / devices, ...]."""
+    """Split heads between devices: [B, S, H, ...] to [device, B, S, H / devices, ...]."""
     return x.unflatten(2, (world, -1)).movedim(2, 0)
 
 
 def _sent(parts: list[torch.Tensor], group: Any) -> tuple[list[torch.Tensor], int]:
-    """Bytes [device, ...] for each device, from each device; and how many leave this one."""
+    """Exchange tensors [device, ...] of bytes with all devices. Returns (received tensors, bytes sent)."""
     world = parts[0].shape[0]
     flat = torch.cat([x.reshape(world, -1) for x in parts], 1)
     received = torch.empty_like(flat)
@@ -57,10 +60,10 @@ def run_ulysses(
     group: Any,
     attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> tuple[torch.Tensor, int]:
-    """Attention of this device's tokens with those of all devices of a group, which hold equally many.
+    """Run attention of this device's tokens to those of all devices of a group.
 
-    Args: query [B, S_q, H, D], key and value [B, S_kv, H, D], of this device; H is a multiple of the devices. attend:
-        runs on all tokens of H / devices heads.
+    Args: query [B, S_q, H, D], key and value [B, S_kv, H, D], of this device. Every device has the same shapes, and H
+        is a multiple of the number of devices. attend: runs attention of all tokens in H / devices heads.
     Returns: out [B, S_q, H, D], and the bytes that this device sent.
     """
     world, dtype = dist.get_world_size(group), query.dtype
@@ -76,5 +79,5 @@ def run_ulysses(
 
 
 def _all_tokens(x: torch.Tensor) -> torch.Tensor:
-    """[device, B, S, H, D] as [B, devices · S, H, D]."""
+    """Join the tokens of all devices: [device, B, S, H, D] to [B, devices · S, H, D]."""
     return x.movedim(0, 1).flatten(1, 2)

@@ -1,4 +1,4 @@
-"""Calls of layers with the recipe "mixed", and what the report says of them."""
+"""Attention calls with the recipe "mixed", and the facts about them in reports."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ DONE = {"promote": "promoted to 16 bit", "skip": "skipped"}
 
 
 def is_mixed(config: SageAttnProcessor) -> bool:
+    """True if the options choose the recipe "mixed"."""
     return config.recipe == MIXED_RECIPE
 
 
 def mixed_options(config: SageAttnProcessor) -> sage_kernels.Mixed:
+    """Return the options of the recipe "mixed", or their defaults."""
     return config.mixed or sage_kernels.Mixed()
 
 
@@ -28,7 +30,11 @@ def attend_mixed(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool, scale: Any,
     config: SageAttnProcessor, site: Any, return_lse: bool,
 ) -> Any:  # fmt: skip
-    """Run the op. query [B, S_q, H, D], key and value [B, S_kv, H_kv, D] -> [B, S_q, H, D], and lse [B, S_q, H]."""
+    """Run one call of mixed-precision attention.
+
+    query [B, S_q, H, D], key and value [B, S_kv, H_kv, D] -> [B, S_q, H, D]; with return_lse also lse [B, S_q, H].
+    Keeps the chosen blocks in `site` if the options keep them.
+    """
     keeps = mixed_options(config).keep_blocks and site is not None and not torch.compiler.is_compiling()
     results = sage_kernels.mixed_attention(
         query, key, value, options=mixed_options(config), causal="top_left" if is_causal else False, scale=scale,
@@ -41,9 +47,10 @@ def attend_mixed(
 
 
 def mixed_facts(config: SageAttnProcessor, sites: Any, device: torch.device) -> dict[str, Any]:
-    """Of a layer's latest call: the keys base, selector, action, share of the blocks and block_map of its row.
+    """Return the facts about a layer's latest mixed call that its row in a report has.
 
-    Waits for the device where blocks are kept.
+    Keys: base, selector, action, share (of the visible blocks), block_map; the last two are None before a call. Waits
+    for the device if blocks are kept.
     """
     options = mixed_options(config)
     facts: dict[str, Any] = {"base": options.base, "selector": options.selector, "action": options.action}
@@ -58,6 +65,9 @@ def mixed_facts(config: SageAttnProcessor, sites: Any, device: torch.device) -> 
 
 
 def mixed_note(facts: dict[str, Any]) -> str:
-    """What a row's note says of it: "5.2 % of its blocks promoted to 16 bit, the others in nvfp4 (block_mean)"."""
+    """Return the note of a layer's row in a report.
+
+    Such as "5.2 % of its blocks promoted to 16 bit, the others in nvfp4 (block_mean)".
+    """
     share = "blocks" if facts["share"] is None else f"{100 * facts['share']:.1f} % of its blocks"
     return f"{share} {DONE[facts['action']]}, the others in {facts['base']} ({facts['selector']})"

@@ -1,7 +1,7 @@
-"""What a Sage processor's attention calls run: INT8, or exact attention, counted with its reason.
+"""Run a Sage processor's attention calls in INT8, or in 16 bit with the reason counted.
 
-Inside a Sage class (sage_class.py) the names `F` (torch.nn.functional) and `dispatch_attention_fn` lead here. What
-runs where is decided per call, by shapes, dtypes and flags alone (no device sync, one traced branch).
+Inside a Sage class (sage_class.py) the names `F` (torch.nn.functional) and `dispatch_attention_fn` lead here. Each
+call is decided by shapes, dtypes and flags alone. That needs no device sync, and torch.compile traces one branch.
 """
 
 from __future__ import annotations
@@ -17,33 +17,33 @@ import torch.nn.functional as F
 
 import sage_kernels
 
-from ...autocast import autocast
 from ...postponed.tensor import ordinary_in
+from ...torch_modes import autocast
 from ...unsupported import REMEDIES, UnsupportedAttentionError
-from ..heads.postponed_heads import made_ready
+from ..heads.postponed_heads import compute_heads
 from ..heads.rotary import is_rotary, rotary
 from ..host.dispatcher import exact, is_native, without_ours
 from ..host.rebind import dispatch_attention_fn, stand_ins
 from ..steps.windows import CHOSEN
 from .call_reasons import REASONS, call_reason, is_short, needs_gradient, training_reason
 from .context_parallel import (
-    bytes_as_they_are,
     degrees,
     first_head,
-    run_exact_in_parallel,
+    run_fallback_in_parallel,
     run_in_parallel,
     run_with_codes,
     sends_codes,
+    unquantised_bytes,
 )
-from .exact_with_lse import exact_part
+from .fallback import fallback_attention
 from .mixed_calls import attend_mixed, is_mixed
 from .row_maxima_op import attention_keeping
 
 
 logger = logging.getLogger("sage_processors")
 
-# Slots of a processor's event counter. "called" counts calls of the op without a state (a state counts its own calls),
-# "rotated" all rotated ones; the others are reasons for exact attention.
+# Slots of a processor's event counter. "called": INT8 calls without a state; a state counts its own calls. "rotated":
+# all INT8 calls with the Hadamard rotation. The other slots are reasons for 16-bit attention.
 CALLS = ("called", "rotated")
 EVENTS = (
     *CALLS,
@@ -66,18 +66,21 @@ _logged: set[tuple[str, str]] = set()
 
 
 class CallSite:
-    """One attention call inside a processor: what is planned for it and what was last seen there.
+    """One call site of attention in a processor's code: its plan, and facts about its latest call.
 
     Attributes:
-        state: sage_kernels.HeadState or None (scales computed from the inputs).
+        state: sage_kernels.HeadState with the plan. None: scales are computed from the inputs of each call.
         kv_heads, head_dim: layout that `state` was made for.
-        keeps_rows: whether its calls keep row maxima, where `row_maxima_op.keep_rows_of` was told to.
-        skip_lists: sage_kernels.planning.skip_lists.SkipLists that its calls ask there, as site `skip_site`; None.
+        keeps_rows: calls keep row maxima for the next step, in the place registered with
+            `row_maxima_op.keep_rows_of`.
+        skip_lists: the SkipLists (sage_kernels.planning.skip_lists) with the key tiles to visit, or None.
+        skip_site: index of this call site in `skip_lists`.
         seen_kv_heads, seen_head_dim, seen_batch, seen_seq_q, seen_seq_kv, elements: of the latest call; elements =
-            numel(Q) + numel(K). Written in forward and never read there: a read would make Dynamo guard on the value,
-            and recompile.
-        blocks: of the latest call of the recipe "mixed", where they are kept: int8 [B, H, row blocks, key blocks].
-        seen_kind: of the latest call, None before: dtype of Q, causal as the op takes it, dtype of its mask of keys.
+            numel(Q) + numel(K). The forward writes them and never reads them: a read would make Dynamo guard on the
+            value, and recompile.
+        blocks: of the latest call of the recipe "mixed", with Mixed.keep_blocks: int8 [B, H, row blocks, key blocks].
+        seen_kind: (dtype of Q, `causal` as the op takes it, dtype of the mask of keys or None) of the latest call;
+            None before the first.
     """
 
     def __init__(self, state: sage_kernels.HeadState | None = None, kv_heads: int = 0, head_dim: int = 0) -> None:
@@ -92,10 +95,10 @@ class CallSite:
         self._states: dict[int, tuple[sage_kernels.HeadState, sage_kernels.HeadState]] = {}
 
     def state_of(self, head: int) -> sage_kernels.HeadState:
-        """The state of the key/value heads from this one on: those that this device computes for all devices."""
+        """Return the state of this device's heads, which begin at key/value head `head` of the model."""
         state = self.state
         if state is None:
-            raise ValueError("state: got a call site without one, expected one that was planned for")
+            raise ValueError("state: got a call site without a state, expected one with planned scales")
         if torch.compiler.is_compiling():
             return state._replace(row=state.row + head)
         known, found = self._states.get(head, (None, state))
@@ -106,10 +109,11 @@ class CallSite:
 
 
 class _Running(threading.local):
-    """Which processor runs in this thread, how many attention calls it made so far, whether its module trains."""
+    """The processor that runs in this thread, its attention calls so far, and if its module trains."""
 
     def __init__(self) -> None:
-        # runs in every thread; with class attributes Dynamo guards on the instance's dict being empty, and recompiles
+        # Called once in every thread. With class attributes, Dynamo would guard on the instance's dict being empty,
+        # and recompile.
         self.processor: Any = None
         self.calls, self.training = 0, False
 
@@ -122,10 +126,10 @@ def _log_once(layer: str, reason: str, remedy: str) -> None:
     if key not in _logged:
         first_of_reason = all(seen != reason for _, seen in _logged)
         _logged.add(key)
-        # one warning for a reason, details of every further layer only for those who ask
+        # one warning for each reason; further layers with the same reason are logged at debug level
         logger.log(
             logging.WARNING if first_of_reason else logging.DEBUG,
-            "layer %s runs exact attention (reason: %s%s); handle.report() lists all layers",
+            "layer %s runs without INT8 (reason: %s%s); handle.report() lists all layers",
             layer,
             reason,
             f"; {remedy or REMEDIES[reason]}" if remedy or reason in REMEDIES else "",
@@ -143,7 +147,7 @@ def _reason_against(
     scale: Any,
     enable_gqa: Any,
 ) -> str | None:
-    """Why this call must stay exact, or None. query, key, value: [B, S, H, D]."""
+    """Return the reason to run a call in 16 bit, or None. query, key, value: [B, S, H, D]."""
     window = processor._sage_window
     call = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if processor._sage_config.training == "int8":
@@ -159,10 +163,10 @@ def _reason_against(
     return reason
 
 
-def _stay_exact(processor: Any, reason: str, remedy: str = "") -> None:
-    """Count a call that runs the model's own attention, or raise with on_unsupported="raise".
+def _fall_back(processor: Any, reason: str, remedy: str = "") -> None:
+    """Count a call that falls back to the model's own attention; raise with on_unsupported="raise".
 
-    remedy: what a user can do, in place of the usual one.
+    Args: remedy: advice for the message, instead of the usual one for this reason.
     """
     if processor._sage_config.on_unsupported == "raise" and reason not in CHOSEN:
         raise UnsupportedAttentionError(processor._sage_layer, reason, remedy)
@@ -183,11 +187,13 @@ def _attend(
     parallel: Any = None,
     return_lse: bool = False,
 ) -> Any:
-    """Run the op. query [B, S_q, H, D], key and value [B, S_kv, H_kv, D], any strides -> [B, S_q, H, D].
+    """Run INT8 attention: query [B, S_q, H, D], key and value [B, S_kv, H_kv, D] -> [B, S_q, H, D].
 
-    parallel: the ParallelConfig of tensors that were gathered from several devices. return_lse: also lse [B, S_q, H].
+    Any strides.
+    Args: index: place of the call among those of the processor's code. parallel: diffusers' ParallelConfig if the
+        tensors were gathered from several devices. return_lse: also return lse [B, S_q, H].
     """
-    query, key = made_ready(query, key)
+    query, key = compute_heads(query, key)
     config = processor._sage_config
     if _trains(processor, query, key, value):
         return _attend_training(query, key, value, attn_mask, is_causal, scale, processor)
@@ -222,7 +228,7 @@ def _attend(
     if processor._sage_rotated:
         processor._sage_events.add(_EVENT["rotated"])
         rotation = "hadamard"
-    # a state counts in its own tensors, which the steps of another thread's run read and clear
+    # A state counts in its own tensors. Another thread's run reads and clears them between its steps.
     with nullcontext() if state is None or torch.compiler.is_compiling() else processor._sage_lock:
         out = attend(
             query, key, value, attn_mask=attn_mask, causal="top_left" if is_causal else False,
@@ -237,13 +243,16 @@ def _attend(
 
 
 def _trains(processor: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether a call that may run in INT8 is one of training."""
+    """True for a call of training that may run in INT8."""
     trains: bool = processor._sage_config.training == "int8"
     return trains and (_running.training or needs_gradient(query, key, value))
 
 
 def _attend_parallel(call: tuple[Any, ...], processor: Any, index: int, parallel: Any) -> torch.Tensor:
-    """A call whose tokens are spread over devices, in INT8, but for what shows when they are together."""
+    """Run a call with tokens spread over devices, in INT8 if possible.
+
+    Some reasons against INT8 show only after diffusers has gathered the tensors. Such calls fall back to 16 bit there.
+    """
 
     def attend(given: tuple[Any, ...], return_lse: bool) -> Any:
         query, key, value, attn_mask, _, is_causal, scale, _ = given
@@ -252,20 +261,20 @@ def _attend_parallel(call: tuple[Any, ...], processor: Any, index: int, parallel
             reason = "mixed_mask"
         if reason is None:
             return _attend(query, key, value, attn_mask, is_causal, scale, processor, index, parallel, return_lse)
-        _stay_exact(processor, reason)
-        return exact_part(given, return_lse)
+        _fall_back(processor, reason)
+        return fallback_attention(given, return_lse)
 
-    call = (*made_ready(*call[:2]), *call[2:])
+    call = (*compute_heads(*call[:2]), *call[2:])
     if processor._sage_config.exchange == "int8" and sends_codes(call, parallel):
         out, sent = run_with_codes(call, parallel, attend)
     else:
-        out, sent = run_in_parallel(call, False, parallel, attend), bytes_as_they_are(call, parallel)
+        out, sent = run_in_parallel(call, False, parallel, attend), unquantised_bytes(call, parallel)
     _count_sent(processor, sent)
     return out
 
 
 def _count_sent(processor: Any, sent: int) -> None:
-    if not torch.compiler.is_compiling():  # a number that grows would be a guard that fails
+    if not torch.compiler.is_compiling():  # a guard on a growing number would fail in every call
         processor._sage_sent[0] += sent
 
 
@@ -273,7 +282,10 @@ def _attend_training(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None, is_causal: bool,
     scale: Any, processor: Any,
 ) -> torch.Tensor:  # fmt: skip
-    """A call of training: no state, since its noise levels follow no run, and a checkpoint makes it twice."""
+    """Run a differentiable INT8 call of training.
+
+    It uses no plan: noise levels in training are not those of a run, and gradient checkpointing makes each call twice.
+    """
     config = processor._sage_config
     processor._sage_events.add(_EVENT["called"])
     if processor._sage_rotated:
@@ -300,7 +312,7 @@ def _sdpa(
     scale: Any = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """Stands in for F.scaled_dot_product_attention inside a Sage class: [B, H, S, D] in and out."""
+    """Replace F.scaled_dot_product_attention inside a Sage class: [B, H, S, D] in and out."""
     processor, index = _next_call()
     reason: str | None
     if processor._sage_config is not None:
@@ -315,7 +327,7 @@ def _sdpa(
         if reason is None:
             made: torch.Tensor = _attend(q, k, v, attn_mask, is_causal, scale, processor, index)
             return made.transpose(1, 2)
-        _stay_exact(processor, reason)
+        _fall_back(processor, reason)
     query, key, value = ordinary_in((query, key, value))
     return F.scaled_dot_product_attention(
         query,
@@ -343,20 +355,20 @@ def _dispatch(
     backend: Any = None,
     parallel_config: Any = None,
 ) -> torch.Tensor:
-    """Stands in for diffusers' dispatch_attention_fn inside a Sage class: [B, S, H, D] in and out."""
+    """Replace diffusers' dispatch_attention_fn inside a Sage class: [B, S, H, D] in and out."""
     processor, index = _next_call()
     reason: str | None
     if processor._sage_config is not None:
-        backend = without_ours(backend)  # a back end that knows less: its name changes nothing here
+        backend = without_ours(backend)  # "sage_int8" knows neither layer nor step: here its name has no effect
         if attention_kwargs:
             reason = "attention_kwargs"
         elif backend != processor._sage_backend:
-            reason = "backend"  # set_attention_backend() after the swap: the user's later word counts
+            reason = "backend"  # set_attention_backend() was called after the swap: the later choice wins
         elif is_short(processor._sage_config, query, key, 1, 2, is_causal, parallel_config):
             reason = "short"
         else:
             q, k, v = autocast(query, key, value)
-            # masks of parts of the keys are looked at when the parts are together
+            # under context parallelism, masks are checked after diffusers has gathered them
             mask = attn_mask if parallel_config is None else None
             reason = _reason_against(processor, q, k, v, mask, dropout_p, is_causal, scale, enable_gqa)
             if reason is None and parallel_config is not None and _trains(processor, q, k, v):
@@ -367,14 +379,14 @@ def _dispatch(
                 return _attend_parallel(call, processor, index, parallel_config)
             made: torch.Tensor = _attend(q, k, v, attn_mask, is_causal, scale, processor, index)
             return made
-        _stay_exact(processor, reason)
+        _fall_back(processor, reason)
         if parallel_config is not None:
-            _count_sent(processor, bytes_as_they_are((query, key, value), parallel_config))
+            _count_sent(processor, unquantised_bytes((query, key, value), parallel_config))
             in_ring = degrees(parallel_config)[1] > 1 and is_native(exact(backend))
             if in_ring and not attention_kwargs and not needs_gradient(query, key, value):
                 call = (*ordinary_in((query, key, value)), attn_mask, dropout_p, is_causal, scale, enable_gqa)
-                parts: torch.Tensor = run_exact_in_parallel(call, parallel_config)
-                return parts
+                merged: torch.Tensor = run_fallback_in_parallel(call, parallel_config)
+                return merged
         backend = exact(backend)
     query, key, value = ordinary_in((query, key, value))
     out: torch.Tensor = dispatch_attention_fn(

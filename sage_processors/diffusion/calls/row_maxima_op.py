@@ -1,9 +1,8 @@
-"""Attention calls that keep something for the next step: where, is found by the tensors of their call site, when they
-run.
+"""Attention calls that keep row maxima or key tile lists from one denoising step to the next.
 
-Compiled code must not hang on a tensor that comes and goes, nor on a number that changes from step to step. There the
-call is an op, which like any other runs on the host, and asks what its tensors are known to belong to: the RowMaxima,
-and the SkipLists of key tiles that need not be visited.
+Compiled code must not depend on a tensor that comes and goes, nor on a number that changes from step to step. So there
+the call is an op of its own. Its implementation runs on the host in every call. It looks up the RowMaxima and the
+SkipLists by the address of a tensor of the call site's state.
 """
 
 from __future__ import annotations
@@ -28,7 +27,10 @@ _library.define(
 
 
 class _Keeper(NamedTuple):
-    """Who keeps what for the calls of one site: weak references, to None where nothing is kept."""
+    """Weak references to the row maxima and skip lists of one call site; None for what it doesn't keep.
+
+    Attributes: site: index of the call site in both.
+    """
 
     maxima: weakref.ref | None
     lists: weakref.ref | None
@@ -36,16 +38,20 @@ class _Keeper(NamedTuple):
 
     @property
     def is_gone(self) -> bool:
+        """True if neither of the two objects exists any more."""
         return all(reference is None or reference() is None for reference in self[:2])
 
 
 _NOBODY = _Keeper(None, None, 0)
-_keepers: dict[int, _Keeper] = {}  # address of a site's HeadState.row → who keeps
+_keepers: dict[int, _Keeper] = {}  # address of a call site's HeadState.row -> its _Keeper
 
 
 def keep_rows_of(state: HeadState, maxima: RowMaxima | None, site: int, lists: SkipLists | None = None) -> None:
-    """From now on calls of `attention_keeping` with this state keep their rows in `maxima`, as calls of `site`, and
-    skip what `lists` say."""
+    """Register where later calls of `attention_keeping` with this state keep their row maxima.
+
+    Args: maxima: None keeps none. site: index of the call site in `maxima` and `lists`. lists: the key tiles to visit;
+        None visits all.
+    """
     for address in [address for address, keeper in _keepers.items() if keeper.is_gone]:
         del _keepers[address]
     of_maxima, of_lists = (None if x is None else weakref.ref(x) for x in (maxima, lists))
@@ -53,7 +59,7 @@ def keep_rows_of(state: HeadState, maxima: RowMaxima | None, site: int, lists: S
 
 
 def attention_keeping(q, k, v, *, attn_mask, causal, recipe, scaling, rotation, scale, state: HeadState):
-    """`sage_attention` of these arguments; what was kept of the step before is found when it runs."""
+    """Run `sage_attention` with the row maxima and skip lists that are registered for its state."""
     if torch.compiler.is_compiling():
         op = torch.ops.sage_processors.attention_keeping
         return op(q, k, v, attn_mask, causal or "", scale, recipe, scaling, rotation, *state)

@@ -1,8 +1,8 @@
-"""Subclasses of diffusers' attention processors that run INT8 attention, without re-implementing the processor.
+"""Subclasses of diffusers' attention processors that run their own code with INT8 attention.
 
-A Sage class is a subclass of the processor class whose `__call__` runs the same code with other globals
-(rebind.py): what it believes to be scaled_dot_product_attention is processors.py. Projections, norms, RoPE and masks
-stay the model's own.
+The `__call__` of such a Sage class runs the code of the original with other globals (rebind.py). In it, the name
+scaled_dot_product_attention leads to processors.py. Projections, norms, rotary embedding and masks stay the model's
+own.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from ...options import SageAttnProcessor
-from ...postponed.containers import ordinary
 from ...postponed.region import current, opened
+from ...postponed.tensor import ordinary
 from ...reporting.event_counter import EventCounter
 from ...unsupported import PAG_REMEDY
 from ..heads.postponed_heads import HeadSource
@@ -26,14 +26,14 @@ from ..host.patches import Binding, Patches
 from ..steps.windows import Window
 from .class_lists import list_beside
 from .processors import EVENTS, STAND_INS, CallSite
+from .processors import _fall_back as fall_back
 from .processors import _running as running
-from .processors import _stay_exact as stay_exact
 
 
 def _rebuild(
     base: type[Any], config: SageAttnProcessor | None, layer: str, kept: bool = False, rotated: bool = False
 ) -> Any:
-    """For copy and pickle: a Sage processor of its own, without the state of the handle it came from."""
+    """Make the Sage processor that copy and pickle get, without state of the original's handle."""
     processor: Any = object.__new__(sage_class(base))
     processor._sage_arm(config, layer, kept=kept)
     object.__setattr__(processor, "_sage_rotated", rotated)
@@ -41,22 +41,22 @@ def _rebuild(
 
 
 class _SageMethods:
-    """What every Sage class adds to its base. All attributes start with _sage_."""
+    """Attributes and methods that every Sage class adds to its base. All their names start with _sage_."""
 
-    _sage_base: Any  # the class of the original
-    _sage_calls: int  # attention calls in its code
+    _sage_base: Any  # the original processor class
+    _sage_calls: int  # number of attention calls in its code
     _sage_binding: Binding  # its code, with other attention ops
-    _sage_rotary: str | None  # name of the rotary embedding that it calls, where that can wait for attention
+    _sage_rotary: str | None  # name of the rotary embedding function in its code, if that can be postponed
     _sage_config: SageAttnProcessor | None = None
     _sage_layer = "stand-alone processor"
     _sage_sites: tuple[CallSite, ...] = ()
     _sage_events: Any = None  # an EventCounter, once armed
     _sage_backend: Any = None
-    _sage_window = None  # windows.Window of the handle, shared with the layers of the same range
-    _sage_kept = False  # stays in 16 bit at all steps
+    _sage_window = None  # windows.Window of the handle, shared by layers with the same range of noise levels
+    _sage_kept = False  # runs in 16 bit at all steps
     _sage_rotated = False  # its INT8 calls run with the Hadamard rotation; changes between steps only
-    _sage_lock = None  # of the handle, held while a call counts in a state; None: it is in no handle
-    _sage_patches: Any = None  # patches.Patches, shared with the layers of the same class
+    _sage_lock = None  # of the handle, held while a call counts in a state; None without a handle
+    _sage_patches: Any = None  # patches.Patches, shared by layers of the same class
     _sage_waiting: Any = None  # postponed_heads.HeadSource, once armed
     _sage_probe = None  # probe.LayerProbe while a probe is on
 
@@ -71,7 +71,10 @@ class _SageMethods:
         lock: threading.RLock | None = None,
         patches: Patches | None = None,
     ) -> None:
-        """Swap under `config` (None: behave as the base class), counting from zero, without planned scales."""
+        """Set the options and start counting from zero, without planned scales.
+
+        Args: config: None makes the processor behave as its base class. Others: as the attributes `_sage_...`.
+        """
         set_ = functools.partial(object.__setattr__, self)  # nn.Module processors intercept plain assignment
         set_("_sage_config", config)
         set_("_sage_layer", layer)
@@ -82,17 +85,20 @@ class _SageMethods:
         set_("_sage_patches", patches or Patches(self._sage_binding))
         set_("_sage_waiting", HeadSource(layer))
         set_("_sage_events", EventCounter(len(EVENTS), device))
-        set_("_sage_sent", [0])  # bytes that went to other devices
+        set_("_sage_sent", [0])  # bytes sent to other devices
         set_("_sage_sites", tuple(CallSite() for _ in range(type(self)._sage_calls)))
         self._sage_accept_backend()
 
     def _sage_accept_backend(self) -> None:
-        """Run in INT8 although the processor has this attention backend; exact calls go to it."""
+        """Take the processor's current attention back end as the one for 16-bit calls.
+
+        A back end that is set later wins over INT8 attention.
+        """
         object.__setattr__(self, "_sage_backend", without_ours(getattr(self, "_attention_backend", None)))
 
     def _sage_bypassed(self, other: Any) -> None:
-        """Count a forward of the model in which the processor `other` was in this one's place."""
-        stay_exact(self, "replaced", PAG_REMEDY if is_pag(other) else "")
+        """Count a forward in which another processor, `other`, was in the place of this one."""
+        fall_back(self, "replaced", PAG_REMEDY if is_pag(other) else "")
 
     def __reduce__(self) -> tuple[Any, ...]:
         state = {k: v for k, v in self.__dict__.items() if not k.startswith("_sage_")}
@@ -101,11 +107,11 @@ class _SageMethods:
 
 
 def sage_class(base: type) -> type:
-    """The Sage subclass of a diffusers processor class.
+    """Return the Sage subclass of a diffusers attention processor class.
 
-    Instances made by calling it run INT8 attention with scales computed per token. `_sage_calls` is the number of
-    attention calls found in its code; with 0 (no SDPA inside: linear or hand-written attention) it behaves exactly as
-    `base`.
+    Instances made by calling it run INT8 attention with one quantisation scale per token. `_sage_calls` is the number
+    of attention calls found in the code of `base`. If that is 0, as with linear or hand-written attention, the class
+    behaves exactly as `base`.
     Raises: TypeError if `base` has no Python `__call__`.
     """
     fn = getattr(base, "__call__", None)  # noqa: B004 (a Python method, not any callable)
@@ -113,7 +119,7 @@ def sage_class(base: type) -> type:
         raise TypeError(f"base: got {base!r}, expected an attention processor class with a __call__ method")
     kind: Any = base
     found: type[Any] = _sage_class(kind, fn)
-    if not found._sage_calls:  # made while an attention function was replaced, maybe
+    if not found._sage_calls:  # an attention function may have been replaced when the class was made
         found._sage_binding.look()
         found._sage_calls = found._sage_binding.calls
     return found
@@ -121,7 +127,7 @@ def sage_class(base: type) -> type:
 
 @functools.cache
 def _sage_class(base: Any, fn: types.FunctionType) -> Any:
-    """The class for a base whose `__call__` is `fn` now."""
+    """Make the class for a base with the current `__call__` `fn`."""
     binding = Binding(base, STAND_INS)
     called: list[Any] = [fn.__globals__.get(name) for name in fn.__code__.co_names]
     rotary = next((function.__name__ for function in called if is_rotary(function)), None)
@@ -135,7 +141,7 @@ def _sage_class(base: Any, fn: types.FunctionType) -> Any:
         if self._sage_config is None:
             return base.__call__(self, *args, **kwargs)
         if patches.found:
-            stay_exact(self, "patched")
+            fall_back(self, "patched")
             return base.__call__(self, *args, **kwargs)
         outer, outer_calls, outer_training = running.processor, running.calls, running.training
         running.processor, running.calls, running.training = self, 0, getattr(module, "training", False) is True
@@ -146,7 +152,7 @@ def _sage_class(base: Any, fn: types.FunctionType) -> Any:
                 return binding.inner(self, *args, **kwargs)
             with opened():
                 return ordinary(binding.inner(self, *args, **kwargs))
-        finally:  # also after an exception: the next call in this thread starts clean
+        finally:  # after an exception too
             running.processor, running.calls, running.training = outer, outer_calls, outer_training
 
     binding.face = __call__
@@ -166,20 +172,25 @@ def _sage_class(base: Any, fn: types.FunctionType) -> Any:
         "_sage_rotary": rotary,
         "__doc__": base.__doc__,
     }
-    cls = type("Sage" + base.__name__, (_SageMethods, base), members | {"__module__": f"{__package__}.by_name"})
+    cls = type(
+        "Sage" + base.__name__, (_SageMethods, base), members | {"__module__": "sage_processors.diffusion.by_name"}
+    )
     list_beside(cls, base)
     return cls
 
 
 def attention_calls_in(base: type) -> int:
-    """How many attention calls the code of a processor class makes."""
+    """Return the number of attention calls in the code of a processor class."""
     kind: Any = sage_class(base)
     calls: int = kind._sage_calls
     return calls
 
 
 def swap(processor: Any, config: SageAttnProcessor, layer: str, **options: Any) -> Any:
-    """A Sage twin of a live processor, sharing its attributes and parameters. Options: of `_sage_arm`."""
+    """Return a Sage processor that shares attributes and parameters with a live processor.
+
+    Args: options: of `_sage_arm`.
+    """
     twin: Any = object.__new__(sage_class(type(processor)))
     twin.__dict__.update(processor.__dict__)
     twin._sage_arm(config, layer, **options)
@@ -187,10 +198,13 @@ def swap(processor: Any, config: SageAttnProcessor, layer: str, **options: Any) 
 
 
 def is_pag(processor: Any) -> bool:
-    """Whether a processor perturbs attention for guidance: pipelines put these there and away within each step."""
+    """True for a processor of perturbed-attention guidance.
+
+    Pipelines put these into the model and take them out again within each step.
+    """
     return getattr(type(processor), "_sage_base", type(processor)).__name__.startswith("PAG")
 
 
 def is_sage(processor: Any) -> bool:
-    """Whether `processor` is an instance of a Sage class."""
+    """True for an instance of a Sage class."""
     return isinstance(processor, _SageMethods)

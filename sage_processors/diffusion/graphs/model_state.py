@@ -17,11 +17,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules import module as nn_module
 
-from ...inference_mode import AsUnderNoGrad
 from ...linears.swap_hooks import EndHook, PrepareHook
 from ...patching.other_globals import innermost
 from ...patching.patched import Watch, with_helpers
 from ...postponed.tensor import version_of
+from ...torch_modes import AsUnderNoGrad
 from ..host.root_hook import RootHook
 
 

@@ -1,7 +1,8 @@
-"""In compiled code: norms of heads, rotary embedding and parts put side by side, in one pass in front of attention.
+"""Fuse head norms and the rotary embedding in front of attention, in graphs of compiled code.
 
-What postponed_heads.py does in eager code, on the graph as Dynamo writes it. Only queries and keys of our own
-attention ops are looked at: heads of layers that stay exact keep the model's bits.
+Does on Dynamo's graph what postponed_heads.py does in eager code. A concatenation along the sequence, as joint
+attention to text and image has it, is part of the same pass. Only queries and keys of our own attention ops are
+changed: layers that run in 16 bit keep the model's bits.
 """
 
 from __future__ import annotations
@@ -21,29 +22,42 @@ OPS = ("attention", "attention_lse", "attention_planned", "attention_planned_lse
 
 
 class _Angles(NamedTuple):
-    """freqs: nodes of cos and sin, or of complex numbers. pairs: which channels turn together, see qk_norm_rope."""
+    """Arguments of one call of the rotary embedding.
+
+    Attributes: freqs: graph nodes of cos and sin, or the one of complex numbers. pairs: True if channels 2i and 2i + 1
+        rotate together, as `pairs` of `qk_norm_rope`.
+    """
 
     freqs: tuple[Any, ...]
     pairs: bool
 
 
-class _Part(NamedTuple):
+class _Segment(NamedTuple):
+    """A segment of the sequence that was normalised and rotated by itself, such as the text tokens."""
+
     x: torch.fx.Node
     weight: Any
-    eps: float | None  # of the norm; None without
+    eps: float | None  # of the norm; None without a norm
     angles: _Angles | None
 
 
 class _Heads(NamedTuple):
-    """parts, each normed and turned; angles of all of them together, or None. made: the nodes that make them."""
+    """Queries or keys, traced back to the tensors in front of norm and rotary embedding.
 
-    parts: tuple[_Part, ...]
+    Attributes: segments: in the order of the sequence. angles: of a rotary embedding of the whole sequence, or None.
+        made: the graph nodes that the fused call replaces.
+    """
+
+    segments: tuple[_Segment, ...]
     angles: _Angles | None
     made: tuple[torch.fx.Node, ...]
 
 
 def fuse_heads(graph: torch.fx.Graph) -> None:
-    """The same numbers but for roundings in between."""
+    """Replace norms and rotary embeddings in front of our attention ops by one call for Q and K.
+
+    Changes results only by the roundings between the replaced ops.
+    """
     for name in OPS:
         for node in calls_of(graph, name):
             _fuse(graph, node)
@@ -56,15 +70,16 @@ def _fuse(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
     if q is None or k is None or not _fit(q, k):
         return
     first = min((*q.made, *k.made))
-    if not is_free(first, node) or not _lie_together(q, k):
+    if not is_free(first, node) or not _are_readable(q, k):
         return
-    part = q.parts[0]
-    angles = [q.angles] if q.angles is not None else [p.angles for p in q.parts if p.angles is not None]
+    segment = q.segments[0]
+    angles = [q.angles] if q.angles is not None else [s.angles for s in q.segments if s.angles is not None]
     tables = [_tables(graph, node, each) for each in angles]
     made = add_call(
         graph, node, torch.ops.sage_kernels.qk_norm_rope.default,
-        *([p.x for p in heads.parts] for heads in (q, k)), *([p.weight for p in heads.parts] for heads in (q, k)),
-        part.eps is not None, part.eps or 0.0, [cos for cos, _ in tables], [sin for _, sin in tables],
+        *([s.x for s in heads.segments] for heads in (q, k)),
+        *([s.weight for s in heads.segments] for heads in (q, k)),
+        segment.eps is not None, segment.eps or 0.0, [cos for cos, _ in tables], [sin for _, sin in tables],
         angles[0].pairs if angles else True,
     )  # fmt: skip
     node.args = (*(add_call(graph, node, operator.getitem, made, i) for i in (0, 1)), *rest)
@@ -81,7 +96,10 @@ def _tables(graph: torch.fx.Graph, node: torch.fx.Node, angles: _Angles) -> tupl
 
 
 def _heads_of(node: Any) -> _Heads | None:
-    """What queries or keys [B, S, H, D] are made of; None if none of it is known, or others use it, too."""
+    """Trace queries or keys [B, S, H, D] back through concatenation, rotary embedding and norm.
+
+    Returns None if none of these is found, or if other nodes use an intermediate result.
+    """
     whole = value_of(node)
     if whole is None or whole.dim() != 4 or whole.dtype not in DTYPES:
         return None
@@ -94,7 +112,7 @@ def _heads_of(node: Any) -> _Heads | None:
     pieces = _pieces(node)
     if len(pieces) > 1:
         made.append(node)
-    parts = []
+    segments = []
     for piece in pieces:
         own = _angles(piece) if angles is None else None
         if own is not None:
@@ -106,20 +124,23 @@ def _heads_of(node: Any) -> _Heads | None:
         value = value_of(x)
         if value is None or value.dtype != whole.dtype or value.stride(3) != 1:
             return None
-        parts.append(_Part(x, weight, eps, own))
+        segments.append(_Segment(x, weight, eps, own))
     if any(len(each.users) > 1 for each in made):
         return None
-    if len(parts) == 1 and angles is not None:
-        parts, angles = [parts[0]._replace(angles=angles)], None
-    return _Heads(tuple(parts), angles, tuple(made)) if made else None
+    if len(segments) == 1 and angles is not None:
+        segments, angles = [segments[0]._replace(angles=angles)], None
+    return _Heads(tuple(segments), angles, tuple(made)) if made else None
 
 
 def _fit(q: _Heads, k: _Heads) -> bool:
-    """Whether both are made alike: one pass knows one norm, and one table of angles or one for each part."""
-    if len(q.parts) != len(k.parts) or q.angles != k.angles:
+    """Check that one fused call can compute both Q and K.
+
+    It takes one kind of norm with one eps, and one table of angles for the whole sequence or one for each segment.
+    """
+    if len(q.segments) != len(k.segments) or q.angles != k.angles:
         return False
-    first = q.parts[0]
-    for a, b in zip(q.parts, k.parts, strict=True):
+    first = q.segments[0]
+    for a, b in zip(q.segments, k.segments, strict=True):
         x, y = value_of(a.x), value_of(b.x)
         if x is None or y is None or x.shape[:2] != y.shape[:2] or x.shape[3] != y.shape[3] or x.dtype != y.dtype:
             return False
@@ -132,15 +153,15 @@ def _fit(q: _Heads, k: _Heads) -> bool:
     return True
 
 
-def _lie_together(*every: _Heads) -> bool:
-    """Whether all that the pass would read is on one device, and angles are the numbers that their memory holds."""
+def _are_readable(*every: _Heads) -> bool:
+    """True if all inputs are on one device and no angles are lazily conjugated or negated views."""
     device = None
     for heads in every:
-        angles = [each for each in (heads.angles, *(part.angles for part in heads.parts)) if each is not None]
+        angles = [each for each in (heads.angles, *(segment.angles for segment in heads.segments)) if each is not None]
         tables = [value_of(x) for each in angles for x in each.freqs]
         if any(x is None or x.is_conj() or x.is_neg() for x in tables):
             return False
-        read = [value_of(x) for part in heads.parts for x in (part.x, part.weight) if x is not None]
+        read = [value_of(x) for segment in heads.segments for x in (segment.x, segment.weight) if x is not None]
         for x in (*read, *tables):
             device = device or (None if x is None else x.device)
             if x is None or x.device != device:
@@ -149,7 +170,7 @@ def _lie_together(*every: _Heads) -> bool:
 
 
 def _angles(node: Any) -> _Angles | None:
-    """Of a call of a rotary embedding, as rotary.py has it."""
+    """Return the angles if a node calls the rotary op of rotary.py, else None."""
     op = torch.ops.sage_processors.rotary
     if not isinstance(node, torch.fx.Node) or node.target not in (op, op.default) or node.kwargs:
         return None
@@ -158,7 +179,7 @@ def _angles(node: Any) -> _Angles | None:
 
 
 def _pieces(node: Any) -> tuple[Any, ...]:
-    """What was put side by side along the sequence; (node,) if nothing was."""
+    """Return the tensors that a node concatenates along the sequence; (node,) for any other node."""
     if not isinstance(node, torch.fx.Node) or node.target not in (torch.cat, torch.concat):
         return (node,)
     given = dict(zip(("tensors", "dim"), node.args, strict=False)) | node.kwargs
@@ -168,7 +189,7 @@ def _pieces(node: Any) -> tuple[Any, ...]:
 
 
 def _norm(node: Any) -> tuple[Any, Any, float | None]:
-    """(input, weight, eps) of an RMSNorm over a head's channels; (node, None, None) without one."""
+    """Return (input, weight, eps) of an RMSNorm over head_dim; (node, None, None) for any other node."""
     plain = (node, None, None)
     if not isinstance(node, torch.fx.Node) or node.target not in (F.rms_norm, torch.rms_norm):
         return plain

@@ -1,4 +1,4 @@
-"""RMSNorms of query and key heads, computed together with the rotary embedding behind them."""
+"""RMSNorms of query and key heads, postponed and computed together with the rotary embedding."""
 
 from __future__ import annotations
 
@@ -6,25 +6,29 @@ from typing import Any
 
 from sage_kernels.checks import MAX_HEAD_DIM
 
-from ...linears.compiled.graph_pass import fuse_in_compiled_code
+from ...linears.compiled.graph_fusion import fuse_in_compiled_code
 from ...linears.leftovers import give_back_norm
 from ...linears.modules import is_swapped, norm_class, put_class
 from ...linears.postponed.norm_layers import NormState, norm_form
-from ...patching.owner import Owner
+from ...patching.patched import Owner
 from ...postponed.tensor import Operand
 from .head_fusion import fuse_heads
-from .postponed_heads import HeadSource, Norm, Part, PostponedHeads
+from .postponed_heads import HeadSource, Norm, PostponedHeads, Segment
 
 
-# Children of an attention module that norm heads before a rotary embedding
+# Submodules of an attention module that normalise its heads before the rotary embedding
 NAMES = ("norm_q", "norm_k", "norm_added_q", "norm_added_k")
 
 
 class HeadNormState(NormState):
-    """Of one norm in front of attention. source: as of the rotary embedding's."""
+    """State of one swapped norm in front of attention.
+
+    Attributes: source: a HeadSource, as the rotary embedding behind the norm has one.
+    """
 
     is_of_attention = True
-    copies_weights = True  # a few bytes; else offloading, which changes no number, would change how heads are rounded
+    # A few bytes. Without the copy, offloading would change how heads are rounded, though it changes no weight.
+    copies_weights = True
 
     def __init__(self, label, kind, plus_one):
         super().__init__(label, kind, plus_one)
@@ -38,15 +42,15 @@ class HeadNormState(NormState):
         weight = vectors["weight"]
         if weight is not None and weight.shape != x.shape[3:]:
             return None
-        part = Part(Operand(x), Norm(weight, vectors["eps"], tuple(parameters)), None)
-        return PostponedHeads(x.shape, dtype, x.device, (part,), None, (self.source,), forward)
+        segment = Segment(Operand(x), Norm(weight, vectors["eps"], tuple(parameters)), None)
+        return PostponedHeads(x.shape, dtype, x.device, (segment,), None, (self.source,), forward)
 
 
 class HeadNorms:
-    """The norms of one model that wait for attention: the same objects, with another class.
+    """Swaps the class of one model's head norms, so that their results can be postponed until attention.
 
-    Compiled code never sees what waits: inside of it a norm is what it was, for head_fusion.py to find, and outside of
-    it what waits is in the hands of attention processors alone.
+    The modules stay the same objects. Compiled code never sees a postponed result: there a norm runs as it did, and
+    head_fusion.py finds it in the graph. In eager code only attention processors hold postponed results.
     """
 
     def __init__(self) -> None:
@@ -54,9 +58,10 @@ class HeadNorms:
         self._owner = Owner()
 
     def put(self, layers, label) -> None:
-        """Let the head norms of attention layers wait, where the processor's rotary embedding does.
+        """Swap the head norms of those layers that have a rotary embedding of a known kind.
 
-        label: name in the model -> name in messages.
+        Args: layers: the denoiser's attention layers. label: function from a module's name in the model to its name
+            in messages.
         """
         if any(layer.sage._sage_rotary for layer in layers):
             fuse_in_compiled_code(fuse_heads)
@@ -73,7 +78,7 @@ class HeadNorms:
                     self._swapped[id(module)] = module
 
     def remove(self) -> None:
-        """Put their own classes back. Harmless when repeated."""
+        """Give the norms their own classes back. May be called more than once."""
         for module in self._swapped.values():
             if is_swapped(module):
                 give_back_norm(module)

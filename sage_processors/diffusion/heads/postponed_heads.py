@@ -1,4 +1,4 @@
-"""Queries and keys whose norm and rotary embedding wait for attention: one kernel makes both."""
+"""Queries and keys whose norm and rotary embedding are postponed until attention, in one kernel."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from torch import nn
 
 from sage_kernels import qk_norm_rope
 
-from ...linears.postponed.errors import ChangedInputError
 from ...postponed.enclosure import Enclosure
 from ...postponed.region import current
-from ...postponed.tensor import Operand, Postponed, ordinary_in
+from ...postponed.tensor import ChangedInputError, Operand, Postponed, ordinary_in
 
 
 class Norm(NamedTuple):
-    """An RMSNorm over the channels of a head. weight: [D] or None; of: Operands, what it was made of."""
+    """An RMSNorm over head_dim.
+
+    Attributes: weight: [D] or None. of: Operands of the parameters that it was read from.
+    """
 
     weight: torch.Tensor | None
     eps: float
@@ -26,8 +28,9 @@ class Norm(NamedTuple):
 class Angles(NamedTuple):
     """Angles of a rotary embedding.
 
-    cos, sin: [S, D] or [S, D / 2]. pairs: channels 2i and 2i + 1 turn together; else i and i + D / 2. of: Operands of
-    what the model handed over, by which two calls are known to have the same angles.
+    Attributes: cos, sin: [S, D] or [S, D / 2]. pairs: True if channels 2i and 2i + 1 rotate together, False for
+        channels i and i + D / 2. of: Operands of the tensors that the model passed. Two calls with the same unchanged
+        tensors have the same angles.
     """
 
     cos: torch.Tensor
@@ -36,13 +39,16 @@ class Angles(NamedTuple):
     of: tuple[Operand, ...]
 
     def are_of(self, tensors, pairs: bool) -> bool:
-        """True if these are the angles of such a call, unchanged since."""
+        """True if a call with these tensors has these angles, and nothing was written to them since."""
         known = all(mine.tensor is x and not mine.is_changed for mine, x in zip(self.of, tensors, strict=False))
         return known and len(self.of) == len(tensors) and self.pairs == pairs
 
 
-class Part(NamedTuple):
-    """Tokens of one origin. x: Operand of [B, S, H, D], before everything. norm, angles: None without."""
+class Segment(NamedTuple):
+    """A segment of the sequence that was normalised and rotated by itself, such as the text tokens.
+
+    Attributes: x: Operand of the tensor [B, S, H, D] in front of both. norm, angles: None if there is no such op.
+    """
 
     x: Operand
     norm: Norm | None
@@ -50,12 +56,15 @@ class Part(NamedTuple):
 
 
 class HeadSource:
-    """A norm or rotary embedding in front of attention, and what is known of its results.
+    """One norm or rotary embedding in front of attention, and if its results may be postponed.
 
     Attributes:
-        label: of the layer. is_postponed: its results may wait. is_proven: one did, and its input was not written to
-            meanwhile.
-        angles: of the latest rotary embedding: that of the keys mostly has those of the queries.
+        label: name of the layer in messages.
+        is_postponed: its results may be postponed.
+        is_proven: a result was postponed, and nothing wrote to its input before it was computed. Until then, the
+            model's own result is computed at once, as a reserve.
+        angles: of the latest rotary embedding. The one of the keys mostly has the same angles as the one of the
+            queries.
     """
 
     def __init__(self, label: str):
@@ -64,7 +73,7 @@ class HeadSource:
         self._enclosure = Enclosure()
 
     def is_closed(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """True if a call of this attention module's processor runs code of libraries alone."""
+        """True if the processor call of this attention module runs only code of known libraries."""
         return isinstance(module, nn.Module) and self._enclosure.is_closed(module, args, kwargs)
 
     def __getstate__(self):
@@ -72,34 +81,36 @@ class HeadSource:
 
 
 class PostponedHeads(Postponed):
-    """[B, S, H, D] of parts, each normed and turned; `angles` of all parts together, or None.
+    """Postponed queries or keys [B, S, H, D]: segments, each with its norm and rotary embedding.
 
-    compute: () -> what the model's own code would have made, in 16 bit. of: heads whose numbers that reads.
+    Args: angles: of a rotary embedding of all segments together, or None. compute: function without arguments that
+        returns the result of the model's own code, in 16 bit. of: other PostponedHeads that `compute` reads.
     """
 
-    def __init__(self, shape, dtype, device, parts, angles, sources, compute, of=()):
+    def __init__(self, shape, dtype, device, segments, angles, sources, compute, of=()):
         super().__init__(shape, dtype, device)
         self._of: tuple[PostponedHeads, ...] = of
-        self._parts: tuple[Part, ...] = parts
+        self._segments: tuple[Segment, ...] = segments
         self._angles: Angles | None = angles
         self._sources: tuple[HeadSource, ...] = sources
         self._own = compute
         if not all(source.is_proven for source in sources):
-            self.value()  # whether the model writes to the input before the heads are used is not known yet
+            self.value()  # the model may still write to the input before the heads are used
 
     @property
     def is_stale(self) -> bool:
-        angles = [self._angles, *(part.angles for part in self._parts)]
-        read = [part.x for part in self._parts] + [x for each in angles if each is not None for x in each.of]
-        read += [x for part in self._parts if part.norm is not None for x in part.norm.of]
+        """True if something wrote to an input since, so that the result can no longer be computed."""
+        angles = [self._angles, *(segment.angles for segment in self._segments)]
+        read = [segment.x for segment in self._segments] + [x for each in angles if each is not None for x in each.of]
+        read += [x for segment in self._segments if segment.norm is not None for x in segment.norm.of]
         return any(x.is_changed for x in read)
 
     def _compute(self):
         if self.is_stale:
             raise ChangedInputError(
-                f"queries or keys of {self._sources[0].label}: got a tensor that was written to in place between norm "
-                "or rotary embedding and attention, expected the one that these were called with; the first calls "
-                'were without such writes. Keep this layer\'s attention in 16 bit: layers={name: {"recipe": "16bit"}}'
+                f"queries or keys of {self._sources[0].label}: got an input that was written to in place between norm "
+                "or rotary embedding and attention, expected it unchanged, as in the first calls; keep this layer's "
+                'attention in 16 bit with layers={name: {"recipe": "16bit"}}'
             )
         return self._own()
 
@@ -108,18 +119,18 @@ class PostponedHeads(Postponed):
 
     @property
     def is_turned(self) -> bool:
-        """True after a rotary embedding, of the whole or of its parts."""
-        return self._angles is not None or any(part.angles is not None for part in self._parts)
+        """True if a rotary embedding was applied to the whole sequence or to a segment."""
+        return self._angles is not None or any(segment.angles is not None for segment in self._segments)
 
     def turned(self, angles: Angles, compute) -> PostponedHeads | None:
-        """After a rotary embedding of the whole; None: it can't wait for that."""
+        """Apply a rotary embedding to the whole sequence. Returns None if this one can't be postponed."""
         if self.is_turned or self._is_out:
             return None
-        parts: tuple[Part, ...] = self._parts
+        segments: tuple[Segment, ...] = self._segments
         whole: Angles | None = angles
-        if len(parts) == 1:
-            parts, whole = (parts[0]._replace(angles=angles),), None
-        return PostponedHeads(self._shape, self._dtype, self._device, parts, whole, self._sources, compute, (self,))
+        if len(segments) == 1:
+            segments, whole = (segments[0]._replace(angles=angles),), None
+        return PostponedHeads(self._shape, self._dtype, self._device, segments, whole, self._sources, compute, (self,))
 
     @classmethod
     def _knows(cls, func):
@@ -127,7 +138,7 @@ class PostponedHeads(Postponed):
 
 
 def _cat(args, kwargs):
-    """Parts of the sequence side by side."""
+    """Concatenate postponed heads along the sequence; None if the result can't be postponed."""
     tensors, dim = args[0], args[1] if len(args) > 1 else kwargs.get("dim", 0)
     if current() is None or dim not in (1, -3) or "out" in kwargs:
         return None
@@ -138,21 +149,24 @@ def _cat(args, kwargs):
         return None
     if any((x.shape[0], x.shape[2:]) != (first.shape[0], first.shape[2:]) for x in tensors):
         return None
-    parts = tuple(part for x in tensors for part in x._parts)
+    segments = tuple(segment for x in tensors for segment in x._segments)
     shape = torch.Size((first.shape[0], sum(x.shape[1] for x in tensors), *first.shape[2:]))
     sources = tuple(source for x in tensors for source in x._sources)
 
     def own():
         return torch.cat([x.value() for x in tensors], 1)
 
-    return PostponedHeads(shape, first._dtype, first._device, parts, None, sources, own, tuple(tensors))
+    return PostponedHeads(shape, first._dtype, first._device, segments, None, sources, own, tuple(tensors))
 
 
 _KNOWN = {torch.cat: _cat, torch.concat: _cat}
 
 
-def made_ready(query, key):
-    """Compute queries and keys [B, S, H, D] that wait, both in one kernel if their norms and angles fit."""
+def compute_heads(query, key):
+    """Compute postponed queries and keys [B, S, H, D], both in one kernel if their norms and angles fit.
+
+    Returns ordinary tensors. Raises: ChangedInputError if an input was written to meanwhile.
+    """
     if type(query) is not PostponedHeads or type(key) is not PostponedHeads:
         return ordinary_in(query), ordinary_in(key)
     sources = (*query._sources, *key._sources)
@@ -162,19 +176,21 @@ def made_ready(query, key):
         if all(source.is_proven for source in sources):
             return query.tensor(), key.tensor()  # raises
         for source in sources:
-            source.is_postponed = False  # this model writes to what it has normed or turned
+            source.is_postponed = False  # this model writes to inputs of its norms or rotary embeddings
         return query.tensor(), key.tensor()
     for source in sources:
         source.is_proven = True
-    part = query._parts[0]
-    angles = [query._angles] if query._angles is not None else [p.angles for p in query._parts if p.angles is not None]
+    segment = query._segments[0]
+    angles = (
+        [query._angles] if query._angles is not None else [s.angles for s in query._segments if s.angles is not None]
+    )
     made: tuple[torch.Tensor, torch.Tensor] = qk_norm_rope(
-        [p.x.tensor for p in query._parts],
-        [p.x.tensor for p in key._parts],
-        [None if p.norm is None else p.norm.weight for p in query._parts],
-        [None if p.norm is None else p.norm.weight for p in key._parts],
-        norm=part.norm is not None,
-        eps=0.0 if part.norm is None else part.norm.eps,
+        [s.x.tensor for s in query._segments],
+        [s.x.tensor for s in key._segments],
+        [None if s.norm is None else s.norm.weight for s in query._segments],
+        [None if s.norm is None else s.norm.weight for s in key._segments],
+        norm=segment.norm is not None,
+        eps=0.0 if segment.norm is None else segment.norm.eps,
         cos=[x.cos for x in angles],
         sin=[x.sin for x in angles],
         pairs=not angles or angles[0].pairs,
@@ -183,13 +199,13 @@ def made_ready(query, key):
 
 
 def _fit(query: PostponedHeads, key: PostponedHeads) -> bool:
-    """True if one kernel can compute both: equal parts, angles, eps, dtypes, and norms of one kind."""
-    mine, others = query._parts, key._parts
+    """True if one kernel can compute both: same segments, angles, eps and dtype, and one kind of norm."""
+    mine, others = query._segments, key._segments
     if len(mine) != len(others) or query._dtype != key._dtype:
         return False
     first = mine[0]
-    for part, other in zip(mine, others, strict=True):
-        for x in (part, other):
+    for segment, other in zip(mine, others, strict=True):
+        for x in (segment, other):
             if (x.norm is None) != (first.norm is None) or x.x.tensor.dtype != query._dtype:
                 return False
             if (x.angles is None) != (first.angles is None):
@@ -199,7 +215,7 @@ def _fit(query: PostponedHeads, key: PostponedHeads) -> bool:
                     return False
             if x.angles is not None and x.angles.pairs != first.angles.pairs:  # type: ignore[union-attr]
                 return False
-        if part.x.tensor.shape[1] != other.x.tensor.shape[1] or not _same(part.angles, other.angles):
+        if segment.x.tensor.shape[1] != other.x.tensor.shape[1] or not _same(segment.angles, other.angles):
             return False
     return _same(query._angles, key._angles)
 

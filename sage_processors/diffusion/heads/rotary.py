@@ -1,7 +1,8 @@
-"""Rotary embedding inside of a Sage class: it waits for attention where it can, else it is diffusers' own function.
+"""Rotary embedding of diffusers, postponed until attention if possible.
 
-The functions of diffusers that are known here are called with [B, S, H, D]. What they compute in several passes over
-Q and K, norms of the heads included, is then one (postponed_heads.py).
+The functions of diffusers that are known here are called with [B, S, H, D]. They make several passes over Q and K.
+Postponed (postponed_heads.py), these and the norms of the heads become one pass. Calls of another form run diffusers'
+own function.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ import torch
 from sage_kernels.checks import DTYPES, MAX_HEAD_DIM
 from sage_kernels.compat import function_modes
 
-from ...autocast import is_autocast
 from ...postponed.region import current
 from ...postponed.tensor import CAN_WAIT, Operand, can_wait
-from .postponed_heads import Angles, HeadSource, Part, PostponedHeads
+from ...torch_modes import is_autocast
+from .postponed_heads import Angles, HeadSource, PostponedHeads, Segment
 
 
-# function → (its module, parameters after x and the angles, with their defaults)
+# function -> (its module, {parameter after x and the angles: default})
 KNOWN = {
     "apply_rotary_emb": (
         "diffusers.models.embeddings",
@@ -35,13 +36,13 @@ KNOWN = {
 }
 
 
-# How compiled code sees a call of such a function: one op, which is the function's own code unless head_fusion.py has
-# found norms, parts and attention around it. freqs: cos and sin, or the complex numbers; options: as of KNOWN.
+# Compiled code calls such a function as one op, so that head_fusion.py can find it in the graph. What is not fused
+# runs the function's own code. freqs: (cos, sin), or the complex numbers alone; the options are those of KNOWN.
 _library = torch.library.Library("sage_processors", "FRAGMENT")
 _library.define("rotary(Tensor x, Tensor[] freqs, str function, bool use_real, int unbind_dim) -> Tensor")
 
 
-def _in_own_code(x, freqs, function, use_real, unbind_dim):
+def _own_function(x, freqs, function, use_real, unbind_dim):
     own = getattr(importlib.import_module(KNOWN[function][0]), function)
     options = {"use_real": use_real, "use_real_unbind_dim": unbind_dim}
     if "sequence_dim" in KNOWN[function][1]:
@@ -49,11 +50,11 @@ def _in_own_code(x, freqs, function, use_real, unbind_dim):
     return own(x, tuple(freqs) if use_real else freqs[0], **options)
 
 
-_library.impl("rotary", _in_own_code, "CompositeImplicitAutograd")
+_library.impl("rotary", _own_function, "CompositeImplicitAutograd")
 
 
 def is_rotary(function) -> bool:
-    """Whether it is a rotary embedding of diffusers that can wait for attention."""
+    """True for an undecorated rotary embedding function of diffusers that can be postponed."""
     return (
         isinstance(function, types.FunctionType)
         and KNOWN.get(function.__name__, (None,))[0] == function.__module__
@@ -62,13 +63,19 @@ def is_rotary(function) -> bool:
 
 
 def usual_angles(name: str) -> tuple[bool, bool]:
-    """How most models call the rotary embedding of this name: whether with complex numbers, and whether channels 2i
-    and 2i + 1 turn together."""
+    """Return the form of angles that most models pass to the rotary embedding function of this name.
+
+    Returns: (True for complex numbers, True if channels 2i and 2i + 1 rotate together).
+    """
     return "sequence_dim" not in KNOWN[name][1], True
 
 
 def rotary(function, processor_of):
-    """What stands in for `function` inside of a Sage class. processor_of: () -> the processor that runs."""
+    """Return a replacement of a rotary embedding function that postpones its result if possible.
+
+    Args: function: one for which `is_rotary` is True. processor_of: function without arguments that returns the
+        running attention processor.
+    """
     defaults = KNOWN[function.__name__][1]
     names = tuple(defaults)
 
@@ -81,7 +88,7 @@ def rotary(function, processor_of):
                 op = torch.ops.sage_processors.rotary
                 return op(x, given, function.__name__, options["use_real"], options["use_real_unbind_dim"])
         elif is_known:
-            turned = _waits(processor_of(), x, freqs_cis, options, function)
+            turned = _postponed(processor_of(), x, freqs_cis, options, function)
             if turned is not None:
                 return turned
         return function(x, freqs_cis, *args, **kwargs)
@@ -89,7 +96,8 @@ def rotary(function, processor_of):
     return stand_in
 
 
-def _waits(processor, x, freqs, options, function) -> PostponedHeads | None:
+def _postponed(processor, x, freqs, options, function) -> PostponedHeads | None:
+    """Return the postponed result of a call, or None if it can't be postponed."""
     if processor is None or processor._sage_config is None or not CAN_WAIT or current() is None:
         return None
     is_postponed = type(x) is PostponedHeads
@@ -109,20 +117,20 @@ def _waits(processor, x, freqs, options, function) -> PostponedHeads | None:
         return x.turned(angles, lambda: function(x.value(), freqs, **options))
     if x.stride(3) != 1:
         return None
-    part = Part(Operand(x), None, angles)
+    segment = Segment(Operand(x), None, angles)
     own = functools.partial(function, x, freqs, **options)
-    return PostponedHeads(x.shape, x.dtype, x.device, (part,), None, (source,), own)
+    return PostponedHeads(x.shape, x.dtype, x.device, (segment,), None, (source,), own)
 
 
 def _freqs_of(freqs: Any, options: dict, x) -> tuple[torch.Tensor, ...] | None:
-    """Cos and sin, or complex numbers, of a known call; None for a form that isn't."""
+    """Return (cos, sin) or (complex numbers,) of a call; None if their form is not a known one."""
     if x.dim() != 4:
         return None
     tokens, width = x.shape[1], x.shape[3]
     if options["use_real"]:  # cos and sin, fp32 [S, D]
         given = tuple(freqs) if type(freqs) in (tuple, list) else ()
         shape, dtype, is_known = (tokens, width), torch.float32, options.get("sequence_dim") == 1 and len(given) == 2
-    else:  # [S, D / 2] complex numbers, one a pair of neighbours
+    else:  # [S, D / 2] complex numbers, one for each pair of neighbouring channels
         given = (freqs,)
         shape, dtype, is_known = (tokens, width // 2), torch.complex64, "sequence_dim" not in options
     is_known = is_known and options["use_real_unbind_dim"] in (-1, -2)
@@ -131,7 +139,7 @@ def _freqs_of(freqs: Any, options: dict, x) -> tuple[torch.Tensor, ...] | None:
 
 
 def _angles(freqs: Any, options: dict, x, source: HeadSource) -> Angles | None:
-    """Of a known call; None for a form that isn't."""
+    """Return the angles of a call; None if their form is not a known one."""
     given = _freqs_of(freqs, options, x)
     if given is None or not all(map(can_wait, given)):
         return None

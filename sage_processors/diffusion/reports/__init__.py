@@ -1,4 +1,4 @@
-"""What ran, how far it is from 16-bit attention, files of scales, and kernels compiled ahead.
+"""Reports of past calls, errors against 16-bit attention, scale files, and warm-up of kernels.
 
 May import host/, heads/ and calls/.
 """

@@ -1,4 +1,4 @@
-"""What really ran through our back end of diffusers' dispatcher, in this process."""
+"""Report of the calls that ran through our back end of diffusers' dispatcher in this process."""
 
 from __future__ import annotations
 
@@ -22,16 +22,17 @@ class BackendReport(LayerReport):
 
     Attributes:
         rows: one dict per device that calls came from, with the keys
-            device: such as "cuda:0". All models of the process together: a back end is not told whose call it is.
-            recipe, scaling: of the latest registration, which began to count anew.
-            calls: INT8 calls. With context parallelism each part that is exchanged is one.
-            fallbacks: {reason: exact calls}.
-            layer, status, note: as of other reports: the device, "active", "".
-        notes: whether the back end is registered and active, and what of the model asked about does not reach it.
+            device: such as "cuda:0". All models of the process are counted together, because a back end is not told
+                which one calls it.
+            recipe, scaling: of the latest registration. Counting started from zero there.
+            calls: INT8 calls. In ring attention, each step around the ring is one.
+            fallbacks: {reason: calls without INT8}.
+            layer, status, note: as in other reports. Here always the device, "active" and "".
+        notes: if the back end is registered and active, and which layers of the given model don't use it.
     """
 
     def table(self) -> Table:
-        """The rows as a rich.table.Table: a line for devices of equal calls."""
+        """Return a rich.table.Table with one line for all devices with equal calls."""
         columns = [Column("calls\neach", lambda rows: str(rows[0]["calls"]), summed("calls")), exact_column()]
         return grouped_table("INT8 attention by diffusers' back end: what really ran", self.rows, _kind, columns)
 
@@ -41,9 +42,9 @@ def _kind(row: dict[str, Any]) -> str:
 
 
 def diffusers_backend_report(target: Any = None) -> BackendReport:
-    """What ran through the back end of `register_diffusers_backend` since it was registered. Syncs.
+    """Report the calls of the back end since `register_diffusers_backend`. Waits for the device.
 
-    Args: target: a pipeline or model of diffusers, for notes on its layers that never ask for a back end.
+    Args: target: a pipeline or model of diffusers. The notes then name its layers that never use a back end.
     Raises: TypeError if target is something else.
     """
     rows, own = [], backend.options()

@@ -1,9 +1,9 @@
-"""How far INT8 attention is from exact attention: per layer, head and step, measured while a model runs.
+"""Measure the error of INT8 attention per layer, head and step while a model runs.
 
-8-bit linear layers are compared with 16-bit ones on the same steps: linears/probe.py.
+In every k-th step, some rows of some heads are computed again in fp32, from the same inputs as the INT8 call. The sums
+of squares of the fp32 result and of the difference are added up on the device. They are read back in `data` alone.
 
-On one step of k, some rows of some heads are computed again exactly, in fp32, from the very inputs that the INT8 call
-got, and the energies of result and difference are added up on the device. Nothing is read back before `data`.
+8-bit linear layers are compared with 16-bit ones in the same steps (linears/probe.py).
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ def exact_rows(
     is_causal: bool,
     scale: float,
 ) -> torch.Tensor:
-    """Exact attention of some rows of some heads, in fp32.
+    """Compute attention of some rows of some heads in fp32.
 
     Args:
         query [B, S_q, H, D], key and value [B, S_kv, H_kv, D]. rows: int64 [R] on their device. heads: n Python ints.
         attn_mask: None, bool or additive, broadcastable to [B, H, S_q, S_kv]. is_causal: row i sees keys up to i.
-    Returns: [B, R, n, D] fp32; rows that see nothing are 0.
+    Returns: [B, R, n, D] fp32; fully masked rows are 0.
     """
     groups = query.shape[2] // key.shape[2]
     kv = [head // groups for head in heads]
@@ -61,13 +61,18 @@ def exact_rows(
 
 
 class _Shared:
-    """What all layers of a probe read: whether the running step is probed (host), and where its sums go (device)."""
+    """State that all layers of a probe share.
+
+    Attributes: on: the running step is probed. rows: compared per sample and head. slots: {device: int64 [1], the
+        index of the running step in the layers' sums}.
+    """
 
     def __init__(self, rows: int) -> None:
         self.on, self.rows = False, rows
         self.slots: dict[torch.device, torch.Tensor] = {}
 
     def slot(self, device: torch.device | str) -> torch.Tensor:
+        """Return the tensor of `slots` on a device, made on first use."""
         device = torch.device(device)
         if device not in self.slots:
             with torch.inference_mode(False):
@@ -77,21 +82,22 @@ class _Shared:
 
 
 class LayerProbe:
-    """The sums of one layer. Read by processors._attend; everything it computes stays on the device.
+    """The sums of squares of one layer. Called by processors._attend; all results stay on the device.
 
-    Attributes: trial: whether to try on the same inputs what the Hadamard rotation would do.
+    Attributes: trial: also run the same inputs with the Hadamard rotation, and measure its error.
     """
 
     def __init__(self, shared: _Shared, calls: int, heads: int, device: torch.device | str) -> None:
         self.shared, self.trial = shared, False
         self.seen_heads: dict[int, int] = {}
         self.tried_heads: dict[int, int] = {}
-        with torch.inference_mode(False):  # of what ran; in this run alone, beside a trial; of the trial
+        # index 0: of all calls. 1: of the calls that were also tried with rotation. 2: of these trials.
+        with torch.inference_mode(False):
             self.all = torch.zeros(3, calls, SLOTS, heads, 3, dtype=torch.float64, device=device)
         self.to(device)
 
     def to(self, device: torch.device | str) -> None:
-        """Follow the model."""
+        """Move the sums to another device."""
         self.all = self.all.to(device)
         self.sums, self.plain_sums, self.trial_sums = self.all
         self.slot = self.shared.slot(device)
@@ -99,9 +105,9 @@ class LayerProbe:
             mark_static_address(sums, guard=False)
 
     def reset_trial(self) -> None:
-        """Forget what was tried."""
+        """Forget the results of trials."""
         self.all[1:].zero_()
-        self.tried_heads.update(dict.fromkeys(self.tried_heads, 0))  # other keys would compile anew
+        self.tried_heads.update(dict.fromkeys(self.tried_heads, 0))  # other keys would make Dynamo recompile
 
     def compare(
         self,
@@ -115,14 +121,14 @@ class LayerProbe:
         scale: float | None,
         tried: dict[str, Any] | None = None,
     ) -> None:
-        """Add one INT8 call, `out` [B, S_q, H, D], of the layer's `index`-th attention call.
+        """Add the error of one INT8 call with the result `out` [B, S_q, H, D].
 
-        tried: options of `sage_attention` with which a trial runs the same inputs.
+        Args: index: of the call site in the layer. tried: options of `sage_attention` for a trial with rotation.
         """
         heads_in_all, seq = query.shape[2], query.shape[1]
         count = min(self.sums.shape[2], heads_in_all)
         heads = [i * heads_in_all // count for i in range(count)]
-        self.seen_heads[index] = heads_in_all  # written here and read on the host only: no guard
+        self.seen_heads[index] = heads_in_all  # not read in the forward, so Dynamo needs no guard on it
         rows = torch.arange(min(self.shared.rows, seq), device=query.device) * seq // min(self.shared.rows, seq)
         scale = query.shape[3] ** -0.5 if scale is None else scale
         exact = exact_rows(query, key, value, rows, heads, attn_mask, is_causal, scale)
@@ -150,22 +156,23 @@ class LayerProbe:
 
 
 class Probe:
-    """Exact attention beside INT8 attention, on sampled steps, heads and rows of every layer of a handle.
+    """Compares INT8 attention with fp32 on sampled steps, heads and rows of every layer of a handle.
 
-    8-bit linear layers are compared too, on `rows` rows of each call; not those whose 16-bit weights were dropped.
+    8-bit linear layers are compared with 16-bit ones, on `rows` rows of each call, unless their 16-bit weights were
+    dropped.
 
         with handle.probe(every=4) as probe:
             pipe(...)
             probe.print()
 
-    A compiled model gets one more version, for the probed steps. Without a scheduler to follow (a raw model) every
-    call counts as step 0, and `every` must be 1.
+    A compiled model is compiled once more, for the probed steps. Without a scheduler to follow (a model without a
+    pipeline) every call counts as step 0, and `every` must be 1.
 
     Args:
-        every: one step in so many is probed, the first of a run included.
-        heads, rows: compared per layer, and per sample and head; evenly spread. Cost: heads · rows / (H · S_q) of an
-            exact attention in fp32, plus a copy of the K and V of these heads.
-        only: names of the attention layers to watch, and no linear ones; None: all.
+        every: probe one step in so many, beginning with the first of a run.
+        heads: number compared per layer. rows: number compared per sample and head. Both are evenly spread. Cost:
+            heads · rows / (H · S_q) of an attention in fp32, plus a copy of the K and V of these heads.
+        only: names of the attention layers to watch, without linear layers; None: all layers.
     Raises: TypeError, ValueError (every, heads, rows).
     """
 
@@ -188,7 +195,7 @@ class Probe:
         self.step_starts(handle.steps.place)
 
     def attach(self, only: Collection[str] | None = None) -> None:
-        """Watch every swapped layer, also those swapped since. only: other names than so far."""
+        """Watch all swapped layers, with those swapped since. only: if given, replaces the names to watch."""
         self._only = self._only if only is None else only
         for part in self._handle._parts:
             if part.linears is not None and self._only is None:
@@ -210,13 +217,13 @@ class Probe:
         self.step_starts(self._handle.steps.place)
 
     def step_starts(self, place: int) -> None:
-        """Called between steps: the step at this index of the scheduler's timesteps runs next."""
+        """Prepare for the next step, at this index of the scheduler's timesteps."""
         self._shared.on = place % self._every == 0
         for slot in self._shared.slots.values():
             slot.fill_(min(place, SLOTS - 1))
 
     def stop(self) -> None:
-        """Compare no more; `data` stays. Harmless when repeated."""
+        """Stop comparing; `data` stays. May be called more than once."""
         self._shared.on = False
         self._handle.steps.listeners[:] = [x for x in self._handle.steps.listeners if x is not self]
         for part in self._handle._parts:
@@ -230,11 +237,11 @@ class Probe:
             self._handle._probe = None
 
     def has_tried(self, part: Any) -> bool:
-        """Whether any call of this denoiser was tried with rotation since `reset_trials`, known on the host."""
+        """True if a call of this denoiser was tried with rotation since `reset_trials`. Doesn't sync."""
         return any(any(self._layers[name].tried_heads.values()) for name in part.layer_names() if name in self._layers)
 
     def reset_trials(self) -> None:
-        """Forget what was tried with rotation, and no more. Which layers are to be tried may be others now."""
+        """Forget the trials with rotation, and look up again which layers need trials."""
         for layer in self._layers.values():
             layer.reset_trial()
         self.attach()
@@ -245,28 +252,29 @@ class Probe:
         for layer in self._layers.values():
             layer.all.zero_()
             layer.reset_trial()
-            layer.seen_heads.update(dict.fromkeys(layer.seen_heads, 0))  # other keys would compile anew
+            layer.seen_heads.update(dict.fromkeys(layer.seen_heads, 0))  # other keys would make Dynamo recompile
 
     def data(self) -> list[dict[str, Any]]:
-        """One dict per layer, head and step that was compared. Syncs.
+        """Return one dict per compared layer, head and step. Waits for the device.
 
         Keys: layer ("#1" appended for a second attention call in it), head, step (index in the scheduler's timesteps),
-            rows (compared), signal, noise (sums of squares of the exact output and of the difference), sqnr_db (+inf
-            without any difference), rel_l2 (root of noise over signal).
+            rows (compared), signal, noise (sums of squares of the fp32 output and of the difference), sqnr_db (+inf
+            without any difference), rel_l2 (square root of noise over signal).
         """
         return self._rows(0)
 
     def linears(self) -> list[dict[str, Any]]:
-        """One dict per 8-bit linear layer and step that was compared. Syncs.
+        """Return one dict per compared 8-bit linear layer and step. Waits for the device.
 
-        Keys as those of `data` without head: layer, step, rows, signal, noise, sqnr_db, rel_l2.
+        Keys: those of `data` without head, that is layer, step, rows, signal, noise, sqnr_db, rel_l2.
         """
         return self._linears.data()
 
     def trials(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """As `data`, without and with rotation, of layers whose rotation is not decided yet (rotation="auto"). Syncs.
+        """Return `data` of the trials, without rotation and with it. Waits for the device.
 
-        Of the calls since `reset_trials`.
+        Layers with rotation="auto" have trials until their rotation is decided. Counts the calls since
+        `reset_trials`.
         """
         return self._rows(1), self._rows(2)
 
@@ -283,7 +291,10 @@ class Probe:
         return found
 
     def summary(self, *by: str) -> list[dict[str, Any]]:
-        """`data` summed up over everything but the keys `by` ("layer", "head", "step"), in the order first seen."""
+        """Return `data` summed over all keys but those in `by` ("layer", "head", "step").
+
+        In the order of `data`. Raises: ValueError for another key.
+        """
         unknown = sorted(set(by) - {"layer", "head", "step"})
         if unknown:
             raise ValueError(f"by: got {unknown}, expected some of layer, head, step")
@@ -298,14 +309,14 @@ class Probe:
         ]
 
     def table(self) -> Table:
-        """SQNR in dB, a row per layer and a column per step, as a rich.table.Table."""
+        """Return a rich.table.Table of the SQNR in dB, with a row per layer and a column per step."""
         cells = {(row["layer"], row["step"]): row["sqnr_db"] for row in self.summary("layer", "step")}
         worst = {row["layer"]: row for row in sorted(self.summary("layer", "head"), key=lambda row: -row["sqnr_db"])}
         heads = {layer: f"{row['sqnr_db']:.1f} ({row['head']})" for layer, row in worst.items()}
         return _table("SQNR of INT8 attention, dB, by step", cells, {"worst head": heads})
 
     def linears_table(self) -> Table:
-        """As `table`, of the 8-bit linear layers."""
+        """Return a table like `table` of the 8-bit linear layers."""
         cells = {(row["layer"], row["step"]): row["sqnr_db"] for row in self.linears()}
         return _table("SQNR of 8-bit linear layers, dB, by step", cells, {})
 
@@ -326,7 +337,10 @@ class Probe:
 
 
 def _table(title: str, cells: dict[tuple[str, int], float], more: dict[str, dict[str, str]]) -> Table:
-    """A row per layer and a column per step; more: {further column: {layer: cell}}."""
+    """Make a table with a row per layer and a column per step.
+
+    Args: cells: {(layer, step): dB}. more: {further column: {layer: cell}}.
+    """
     from rich.table import Table
 
     steps = sorted({step for _, step in cells})

@@ -1,4 +1,4 @@
-"""What really ran: one row per attention layer, from the counters on the device."""
+"""Build the report of a handle: one row per attention layer, from counters on host and device."""
 
 from __future__ import annotations
 
@@ -31,55 +31,56 @@ class Report(LayerReport):
     Attributes:
         rows: one dict per layer, with the keys
             layer, processor: names.
-            status: "active"; "replaced": someone put another processor there, the note says what handle.refresh()
-                can do; "not swappable": attention that doesn't go through a processor's SDPA call, it runs as in
+            status: "active"; "replaced": another processor was put there, and the note says what handle.refresh()
+                can do; "not swappable": attention that doesn't go through a processor's SDPA call and runs as in
                 stock.
-            recipe, scaling: what its INT8 calls ran; None unless active.
-            rotation: "hadamard" or "none", of its next INT8 call; None unless active. rotated_calls: INT8 calls that
-                were rotated.
-            keep_noise: (low, high), the noise levels at which this layer stays in 16 bit, or (); None unless active.
+            recipe, scaling: number formats and source of the scales of its INT8 calls; None unless active.
+            rotation: "hadamard" or "none", of its next INT8 call; None unless active.
+            rotated_calls: INT8 calls with the Hadamard rotation.
+            keep_noise: (low, high), the noise levels at which this layer runs in 16 bit, or (); None unless active.
             calls: INT8 calls.
-            dynamic_calls: those of them, per head on average, whose scales came from the call itself.
-            fallbacks: {reason: exact calls}; "window" and "kept" were asked for; "unfollowed": the options hang on
-                steps or noise levels, and the forward belongs to no step of a scheduler that is followed; "replaced"
-                counts forwards of the model in which another processor was in place, whatever that did.
-            clipped_fraction: fraction of K's elements that the planned scale would have clipped ("beyond plan" in the
-                table); their tiles got a larger scale of their own, so none was.
-            below_fraction: fraction of K's elements in tiles that took a smaller scale than planned: more exact, and a
-                sign of keys that became smaller.
-            misfit_fraction: fraction of K's elements in heads whose planned center and balance did not fit the call
-                any more: these heads took them from a sample of the call, as one without a plan does.
+            dynamic_calls: INT8 calls without a plan, with scales from the call itself; mean over the heads.
+            fallbacks: {reason: calls of the model's own attention}. "window" and "kept": the options ask for it.
+                "unfollowed": the options depend on steps or noise levels, and the forward belongs to no step of a
+                followed scheduler. "replaced" counts forwards in which another processor was in place, whatever that
+                processor did.
+            clipped_fraction: fraction of K's elements beyond the planned scale ("beyond plan" in the table). Nothing
+                was clipped: their tiles got a larger scale of their own.
+            below_fraction: fraction of K's elements in tiles that took a smaller scale than planned. Their error is
+                smaller; it is a sign of keys that became smaller.
+            misfit_fraction: fraction of K's elements in heads whose planned centre and balance no longer fitted the
+                call. These heads took both from a sample of the call, as a head without a plan does.
             v_clipped_fraction: fraction of V's elements that a recipe with V in FP8 did clip, at 7 times the largest
-                value of the step that its scale was planned from.
-            redone_fraction: fraction of the tiles of query rows with a softmax reference from the step before that
-                were done again, because their scores had moved too far. It costs time, not accuracy.
-            skipped_fraction: fraction of the pairs of a query tile and a key tile that calls with lists left out
-                (`skip`).
-            lost_mean, lost_max: share of its probability that the worst row of a tile of query rows had lost by its
-                list when that was measured anew, a list of earlier steps under the scores of a later one.
-            beyond_limit: such measurements above the limit: their heads visited everything in that call.
-            dense: {reason: INT8 calls that had no list}: "masked" (or causal), "short" (few key tiles), "first_last"
-                (steps that Skip keeps whole), "unfollowed" (no step of a scheduler), "memory"
-                and "calls" (more lists than are kept), "graph" (captured before there was one), "parallel",
+                value of the step that the scale was planned from.
+            redone_fraction: of the query tiles that began with row maxima of the step before, the fraction that was
+                computed again because the scores had moved too far. It costs time, not accuracy.
+            skipped_fraction: fraction of the pairs of a query tile and a key tile that were skipped, of calls with
+                lists (`skip`).
+            lost_mean, lost_max: probability that the worst row of a query tile loses by its list. Measured when the
+                tile is measured again, with the scores of that step and the list of earlier ones.
+            beyond_limit: number of such measurements above the limit. Their heads visited all key tiles in that call.
+            dense: {reason: INT8 calls without a list}. "masked" (or causal), "short" (few key tiles), "first_last"
+                (steps in which `Skip` skips nothing), "unfollowed" (no step of a scheduler), "memory"
+                and "calls" (more lists than are kept), "graph" (captured before there was a list), "parallel",
                 "no_limit" (its skip_limit is 0).
-            bytes_saved: INT8 instead of 16 bit for Q and K as the score matmul reads them once: calls x elements of
-                the latest call.
-            sent_bytes: what this device sent to others, under context parallelism.
-            mixed: of the recipe "mixed", else None: a dict of its base, selector and action; share: of the visible
-                blocks, in the latest call, that were acted on; block_map: with Mixed.keep_blocks, how often each block
-                was, over samples and heads, a list of key blocks for each block of rows; None without.
-            note: what else to know.
-        notes: about the handle as a whole.
-        linears: linears.report.LinearReport, a row for every linear layer; None without 8-bit linear layers.
+            bytes_saved: bytes that the score matmul reads less than in 16 bit, if it reads Q and K once: calls x
+                elements of the latest call.
+            sent_bytes: bytes that this device sent to others, under context parallelism.
+            mixed: None unless the recipe is "mixed". Else a dict: base, selector, action; share: of the visible blocks
+                of the latest call, those acted on; block_map: with Mixed.keep_blocks, the fraction of samples and
+                heads that acted on each block, a list over key blocks for each block of rows, else None.
+            note: text with further facts.
+        notes: list of texts about the handle as a whole.
+        linears: linears.report.LinearReport with a row for every linear layer; None without 8-bit linear layers.
     """
 
     @property
     def bytes_saved(self) -> int:
-        """Sum over the layers."""
+        """Sum of the rows' bytes_saved."""
         return sum(row["bytes_saved"] for row in self.rows)
 
     def table(self) -> Table:
-        """The rows as a rich.table.Table: a line for all layers of equal calls, formats and reasons."""
+        """Return a rich.table.Table with one line for all layers of equal calls, formats and reasons."""
         rotated = any(row["rotation"] == "hadamard" or row["rotated_calls"] for row in self.rows)
         columns = [Column("calls\neach", lambda rows: str(rows[0]["calls"]), summed("calls"))]
         columns += [Column("rotated", lambda rows: span(rows, "rotated_calls"), summed("rotated_calls"))] * rotated
@@ -94,7 +95,7 @@ class Report(LayerReport):
         return grouped_table("INT8 attention: what really ran", self.rows, _kind, columns)
 
     def remarks(self) -> list[str]:
-        """What the notes of rows say, each once, with the layers it is about and the largest of its numbers."""
+        """Return the notes of the rows, each once, with the layers concerned and the largest number."""
         plain = [row | {"note": _without_numbers(row)} for row in self.rows]
         said = LayerReport(plain).remarks()
         return said + [line for name, what in _PLAN_NOTES.items() for line in remark_of(what, self.rows, name)]
@@ -109,7 +110,7 @@ def _megabytes(rows: list[dict[str, Any]]) -> str:
 
 
 def _without_numbers(row: dict[str, Any]) -> str:
-    """A row's note without what its numbers say, of which each layer has others."""
+    """Return a row's note without its numbers about the plan, which differ from layer to layer."""
     numbers = "; ".join(_plan_notes(row))
     return str(row["note"]).removesuffix(numbers).removesuffix("; ") if numbers else str(row["note"])
 
@@ -142,7 +143,10 @@ def _row(layer: str, processor: Any, status: Any, note: str = "", **values: Any)
 
 
 def _counted(layer: Any, summary: Any, skipped: Any = ()) -> dict[str, Any]:
-    """The numbers of a swapped layer. summary: ScaleState.summary() rows, or []; skipped: those of its SkipLists."""
+    """Read the counters of a swapped layer.
+
+    Args: summary: rows of ScaleState.summary(), or []. skipped: rows of SkipLists.summary(), or [].
+    """
     sage = layer.sage
     events = dict(zip(EVENTS, sage._sage_events.numbers(), strict=True))
     planned = [
@@ -169,7 +173,7 @@ def _counted(layer: Any, summary: Any, skipped: Any = ()) -> dict[str, Any]:
 
 
 def _skipped(layer: Any, summary: Any) -> dict[str, Any]:
-    """What a layer's lists left out: of its call sites the one with the largest of each number."""
+    """Summarise skipped tiles of a layer: maxima over its call sites, and sums of counts."""
     rows = [summary[i] for i in layer.site_indices if i is not None and summary]
     dense: dict[str, int] = {}
     for row in rows:
@@ -204,7 +208,7 @@ def _range_notes(span: Any) -> list[str]:
 
 def _replaced_note(processor: Any, will_follow: bool) -> str:
     name, who = type(processor).__name__, "the next forward" if will_follow else "handle.refresh()"
-    if is_sage(processor):  # diffusers makes processors anew by `processor.__class__()`
+    if is_sage(processor):  # diffusers makes new processors by `processor.__class__()`
         return f"{name} with default options was put here; {who} swaps it"
     if attention_calls(type(processor).__call__):
         return f"{name} was put here; {who} swaps it"
@@ -213,7 +217,7 @@ def _replaced_note(processor: Any, will_follow: bool) -> str:
 
 
 def _newer(processor: Any) -> str:
-    """Who does with an SDPA call what this one does by hand, where diffusers has one."""
+    """Return advice to use the "2_0" class of diffusers with an SDPA call, if there is one; else ""."""
     kind = type(processor)
     newer = f"{kind.__name__}2_0"
     found = hasattr(sys.modules.get(kind.__module__), newer)
@@ -290,7 +294,7 @@ def _table_notes(part: Any) -> list[str]:
 
 
 def _guest_rows(part: Any) -> list[dict[str, Any]]:
-    """Sage processors of which each serves several layers, one after the other."""
+    """Make rows of Sage processors that a pipeline put in, each for several layers in turn."""
     rows = []
     for processor in part.guests.values():
         events = dict(zip(EVENTS, processor._sage_events.numbers(), strict=True))
@@ -315,7 +319,7 @@ def _replayed(name: str, graphs: Any) -> str:
 
 
 def build_report(handle: Any) -> Report:
-    """Read the counters of a handle (syncs once per layer and state)."""
+    """Read the counters of a handle. Waits for the device once per layer and state."""
     notes = [] if handle._active else ["This handle was removed: the models run their original attention."]
     rows = []
     for part in handle._parts:

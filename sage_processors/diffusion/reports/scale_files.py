@@ -1,11 +1,13 @@
-"""Scale files: what timestep scaling has learnt, in one safetensors file, so that a new process starts warm.
+"""Save and load the statistics of timestep scaling, so that a new process starts with them.
 
-A file holds the tensors of `ScaleState.snapshot` for every denoiser, and one metadata entry: JSON that says which
-format, models (class, config, dtype, LoRA adapters), layers, heads, bins and margin they belong to. It does not name
-schedulers, step counts or resolutions: the table is by noise level, and a plan for other shapes is not used. Reading
-trusts nothing: the size is capped before anything is read, the header before it is parsed, every name, shape, dtype
-and value is compared with the handle, and only then is the handle written to. Nothing in a file is executed or turned
-into a name to import, and there is no fall-back to another format.
+A scale file is one safetensors file. It holds the tensors of `ScaleState.snapshot` for every denoiser, and one
+metadata entry. That is JSON with the format, models (class, config, dtype, LoRA adapters), layers, heads, bins and
+margin that the tensors belong to. It names no schedulers, step counts or resolutions: the table is by noise level, and
+a plan for other shapes is not used.
+
+Nothing in a file is trusted. The size is limited before anything is read, and the header before it is parsed. Every
+name, shape, dtype and value is compared with the handle before the handle is changed. Nothing in a file is executed or
+used as a name to import, and no other format is tried.
 """
 
 from __future__ import annotations
@@ -28,19 +30,18 @@ from sage_kernels.facts.state import (
     STAT_V_AMAX,
 )
 
-from ...files.config_hash import config_hash
-from ...files.strict_json import some, strict_json, strict_object
+from ...files.strict_json import config_hash, some, strict_json, strict_object
 from ...files.whole_file import write_whole
 from ...version import __version__
 
 
 logger = logging.getLogger("sage_processors")
 
-FORMAT_VERSION = 2  # 2: statistics and scales of V
-MAX_FILE_BYTES = 512 * 2**20  # ten times what a video model of 40 layers and 40 heads needs
+FORMAT_VERSION = 2
+MAX_FILE_BYTES = 512 * 2**20  # ten times the need of a video model of 40 layers and 40 heads
 MAX_HEADER_BYTES = 4 * 2**20
 MAX_METADATA_BYTES = 2 * 2**20
-MAX_RUN = 2**31 - 2**16  # int32, with room for runs to come
+MAX_RUN = 2**31 - 2**16  # fits into int32, with room for later runs
 
 _METADATA_KEY = "sage_processors"
 _FILE_FIELDS = {"format_version": int, "package_version": str, "parts": list}
@@ -61,10 +62,11 @@ _NO_JSON = f"safetensors only, {_SAVE_AGAIN}"
 
 
 def save_scales(handle, path: str | os.PathLike) -> None:
-    """Write what a handle has learnt to `path`, which must end in .safetensors. Replaces a file in one step. Syncs.
+    """Write the learnt scales of a handle to `path`. Replaces a file in one step. Waits for the device.
 
-    Raises: TypeError, ValueError for a path that is none or of another kind, and for a handle without timestep scales;
-        RuntimeError for a removed handle; OSError.
+    Args: path: must end in .safetensors.
+    Raises: TypeError or ValueError for a wrong path, and for a handle without timestep scales; RuntimeError for a
+        removed handle; OSError.
     """
     path = _checked_path(path)
     parts = _planned_parts(handle)
@@ -85,20 +87,20 @@ def save_scales(handle, path: str | os.PathLike) -> None:
 
 
 class _MismatchError(ValueError):
-    """A sound file, of another model."""
+    """Raised for an intact file of another model."""
 
 
 def load_scales(handle, path: str | os.PathLike, on_mismatch: str = "error") -> bool:
-    """Start from what a handle of the same model saved, frozen: each run is, bit for bit, the one that it would do.
+    """Load the scales that a handle of the same model saved, and freeze them.
 
-    After `freeze_scales`, that is. With "timestep_adaptive" the runs go on learning where the saved ones stopped.
-    Counts in the report go on. The model should be on the device that it runs on. The handle is unchanged if this
-    raises, or returns False.
-    Args: on_mismatch: what to do with a sound file of another model, config, dtype, adapters, layers or margin.
-        "error" raises ValueError; "fresh" logs a warning, and the scales are learnt anew.
-    Returns: whether the file was used.
-    Raises: TypeError, ValueError (a file that is damaged, too large, of another format or of another model; it names
-        what differs); RuntimeError for a removed handle; FileNotFoundError and other OSErrors.
+    Each run then gives bit for bit the result that the saving handle would give after `freeze_scales`. With
+    "timestep_adaptive" nothing is frozen, and the runs go on learning. Counts in the report go on. The model should
+    already be on the device that it runs on. The handle is unchanged if this raises or returns False.
+    Args: on_mismatch: for an intact file of another model, config, dtype, adapters, layers or margin. "error" raises
+        ValueError; "fresh" logs a warning, and the scales are learnt from the start.
+    Returns: True if the file was used.
+    Raises: TypeError; ValueError, with the difference in the message, for a file that is damaged, too large, of
+        another format or of another model; RuntimeError for a removed handle; FileNotFoundError and other OSErrors.
     """
     if on_mismatch not in ("error", "fresh"):
         raise ValueError(f'on_mismatch: got {on_mismatch!r}, expected "error" or "fresh"')
@@ -112,7 +114,7 @@ def load_scales(handle, path: str | os.PathLike, on_mismatch: str = "error") -> 
     except _MismatchError as error:
         if on_mismatch == "error":
             raise ValueError(str(error)) from None
-        logger.warning("scales are learnt anew: %s", error)
+        logger.warning("scales are learnt from the start: %s", error)
         return False
     read = [{name: tensors[_key(part, name)] for name in own} for part, own in zip(parts, snapshots, strict=True)]
     for part, own in zip(parts, read, strict=True):
@@ -140,7 +142,7 @@ def _parse(content: bytes) -> dict[str, torch.Tensor]:
 
     try:
         return _safetensors().load(content)
-    except SafetensorError as error:  # offsets that overlap, leave gaps or the file
+    except SafetensorError as error:  # offsets that overlap, leave gaps, or end beyond the file
         raise ValueError(f"path: got a file that safetensors refuses ({error}); {_SAVE_AGAIN}") from error
 
 
@@ -171,7 +173,7 @@ def _planned_parts(handle) -> list:
 
 
 def _describe(part) -> dict:
-    """What a file must say of this denoiser to fit it."""
+    """Return the metadata that a file for this denoiser must have."""
     layers = [{name: getattr(site, name) for name in _LAYER_FIELDS} for site in part.state.sites]
     return {
         "name": part.name,
@@ -186,7 +188,7 @@ def _describe(part) -> dict:
 
 
 def _adapters(model) -> list[str]:
-    """Active LoRA adapters with their scales, "name:scale". (IP-Adapters show in the layers.)"""
+    """Return active LoRA adapters as "name:scale". IP-Adapters show in the list of layers."""
     found = set()
     for module in model.modules():
         active, scaling = getattr(module, "active_adapters", None), getattr(module, "scaling", None)
@@ -203,11 +205,11 @@ def _snapshot(part) -> dict[str, torch.Tensor]:
     return part.state.snapshot() | {"timestep": part._reader.snapshot()}
 
 
-# --- reading: from the outside in ---
+# --- reading: size, then header, then metadata and entries ---
 
 
 def _read(path: Path, expected: dict[str, torch.Tensor], parts: list[dict]) -> bytes:
-    """The file's content, after everything but its values was checked. Reads no more than the handle needs."""
+    """Read a file and check everything but its values. Reads no more bytes than the handle needs."""
     if not path.exists():
         raise FileNotFoundError(
             f"path: got {path.name!r}, which does not exist, expected a file of handle.save_scales"
@@ -246,7 +248,7 @@ def _refuse_other_formats(start: bytes) -> None:
         b"GGUF": "GGUF",
     }
     for magic, kind in known.items():
-        # a safetensors header of 128 bytes starts with \x80 too, but no pickle has six zeros after its protocol
+        # A safetensors header of 128 bytes starts with \x80 too, but no pickle has six zeros after its protocol.
         if start.startswith(magic) and start[2:] != bytes(6):
             raise ValueError(f"path: got {kind}, expected safetensors; safetensors only: {_SAVE_AGAIN}")
     if len(start) < 8:
@@ -258,7 +260,7 @@ def _check_metadata(entries, parts: list[dict]) -> None:
     if len(text) > MAX_METADATA_BYTES:
         raise ValueError(f"path: got metadata of {len(text)} characters, expected at most {MAX_METADATA_BYTES}")
     metadata = strict_json(text, "the metadata", _NO_JSON)
-    version = metadata.get("format_version")  # before the keys: they are another version's
+    version = metadata.get("format_version")  # checked first: another version may have other keys
     if type(version) is int and version != FORMAT_VERSION:
         raise _MismatchError(
             f"path: got format_version {version}, expected {FORMAT_VERSION}; {_SAVE_AGAIN} of this version"
@@ -275,7 +277,7 @@ def _check_metadata(entries, parts: list[dict]) -> None:
 
 
 def _check_parts(got: list[dict], parts: list[dict]) -> None:
-    """Whether a sound file is of this model."""
+    """Raise ValueError unless an intact file is of this model."""
     _same_names([part["name"] for part in got], [part["name"] for part in parts], "denoisers")
     for part, wanted in zip(got, parts, strict=True):
         label = part["name"] or "the model"
@@ -307,7 +309,10 @@ def _same(got, expected, what: str, remedy: str) -> None:
 
 
 def _same_names(got: list[str], expected: list[str], what: str) -> None:
-    """Exact names in the same order. Parts of names never match: "blocks.0" is no "single_blocks.0"."""
+    """Raise unless the names are equal and in the same order.
+
+    Whole names are compared, so "blocks.0" does not match "single_blocks.0".
+    """
     if got == expected:
         return
     extra, missing = sorted(set(got) - set(expected)), sorted(set(expected) - set(got))
@@ -340,11 +345,14 @@ def _check_entries(entries: dict, expected: dict[str, torch.Tensor]) -> None:
 
 
 def _check_values(part, tensors: dict[str, torch.Tensor]) -> None:
-    """Refuse statistics and scales that no run can have left. Row r of every tensor is one head of a layer."""
+    """Raise ValueError for statistics and scales that no run can produce.
+
+    Row r of every tensor is one head of a layer.
+    """
     layers = [site.name for site in part.state.sites for _ in range(site.kv_heads)]
 
     def refuse(bad, what, expected):
-        """`bad`: bool, True where the value is wrong; dimension 0 are the rows."""
+        """Raise if any value is bad. bad: bool tensor [rows, ...], True for wrong values."""
         rows = bad.reshape(bad.shape[0], -1).any(-1)
         if rows.any():
             layer = layers[int(rows.nonzero()[0])]
@@ -361,7 +369,7 @@ def _check_values(part, tensors: dict[str, torch.Tensor]) -> None:
         refuse(k_max < k_min, f"a max k below min k in {name}", "max k >= min k")
     refuse(scale < 0, "a negative plan_scale", "values >= 0")
     refuse(plan[:, [PLAN_K_WEIGHT, PLAN_Q_WEIGHT, PLAN_V_SCALE]] < 0, "a negative weight in plan", "values >= 0")
-    # 0 marks a head without a plan, and means nothing else
+    # 0 always means a head without a plan
     for weight in (PLAN_K_WEIGHT, PLAN_Q_WEIGHT):
         unequal = (scale > 0) != (plan[:, weight] > 0).any(-1)
         refuse(unequal, "a plan_scale of 0 with a plan, or a plan without", "both or neither")

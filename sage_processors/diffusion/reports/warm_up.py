@@ -1,8 +1,8 @@
-"""The kernels that a handle's layers will need, over all steps of a run, compiled before they are waited for.
+"""Compile the kernels of a handle's layers ahead of their first calls, for all steps of a run.
 
-In the background from the swap on where the model is on a GPU, else from its first forward on; `handle.warm_up()`
-waits. What is compiled depends on options and heads: the lengths of the calls hardly matter. Masks and types that
-the layers did not expect are met in the first forward; what later steps need of those is started behind it.
+Compiling runs in the background. It starts with the swap if the model is on a GPU, else with the first forward.
+`handle.warm_up()` waits for it. The kernels depend on options and heads, and hardly on the lengths of calls. Masks and
+dtypes that could not be foreseen show in the first forward. The second forward starts the kernels that they need.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sage_kernels.checks import MAX_HEAD_DIM
 from sage_kernels.facts.crossover import is_short
 from sage_kernels.facts.recipe import MIXED_RECIPE
 from sage_kernels.ops.warm_up import LONG, SHORT, CallKind, HeadsKind, compile_ahead, heads_call
-from sage_kernels.planning.warm_up import closing_call
+from sage_kernels.planning.state import closing_call
 
 from ..calls.processors import CallSite
 from ..heads.head_norms import HeadNormState
@@ -30,13 +30,16 @@ from ..host.discovery import discover_sites
 
 logger = logging.getLogger("sage_processors")
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# The forwards that kernels are started at: the first one, which may be the first on a GPU, and the one after it, when
-# the layers know what they were called with.
+# Compiling is started in the first forward, which may be the first one on a GPU, and again in the second one. By then
+# the call sites know the dtypes and masks of their calls.
 FORWARDS = 2
 
 
 class WarmUp(NamedTuple):
-    """What `handle.warm_up` did. kernels: that the model needs; seconds: it took; cached: kernels that were there."""
+    """Result of `handle.warm_up`.
+
+    Attributes: kernels: number that the model needs. seconds: duration. cached: kernels that were compiled before.
+    """
 
     kernels: int
     seconds: float
@@ -44,18 +47,25 @@ class WarmUp(NamedTuple):
 
 
 class KernelsAhead:
-    """Starts the compiles of a handle's parts in the background. Never raises: a launch compiles what is missing."""
+    """Starts compiling the kernels of a handle's denoisers in the background.
+
+    Never raises, because a launch compiles a missing kernel anyway.
+    """
 
     def __init__(self):
-        self._forwards: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # part → forwards seen, up to FORWARDS
+        # denoiser -> forwards seen, up to FORWARDS
+        self._forwards: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
     def swapped(self, part) -> None:
-        """The part's layers were swapped."""
+        """Start compiling for a denoiser with newly swapped layers."""
         self._forwards[part] = 0
         self._start(part)
 
     def before_forward(self, part) -> None:
-        """A forward of the part begins, which nothing is compiling or capturing."""
+        """Start compiling at the first forwards of a denoiser.
+
+        Not to be called while torch.compile or a CUDA graph records the forward.
+        """
         seen = self._forwards.get(part, 0)
         if seen < FORWARDS:
             self._forwards[part] = seen + 1
@@ -68,19 +78,22 @@ class KernelsAhead:
             known = [site for layer in part.layers for site in layer.sage._sage_sites if site.seen_kind is not None]
             kinds = call_kinds(part, part.device, only_seen=bool(known))
             if len({kind.head_dim for kind in kinds}) > 1 and not known:
-                return  # a model of heads of several widths: its first forward tells which run in INT8
+                return  # heads of several head_dims: the first forward tells which of them run in INT8
             _compile(part, kinds, part.device, only_seen=bool(known))
-        except Exception as error:  # a call that needs one of these kernels says what is wrong, where it is made
+        except Exception as error:  # the call that needs the kernel will raise the error itself
             logger.debug("kernels are compiled when they are called for: %s", error)
 
 
 def _on_a_gpu(part) -> bool:
-    """Whether it is, and no graph is being captured, which more launches would become part of."""
+    """True if a denoiser is on a GPU and no CUDA graph is being captured.
+
+    A capture would record the extra launches.
+    """
     return part.device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
 
 
 def warm_up(parts, *, progress: bool = True, device: torch.device | None = None) -> WarmUp:
-    """See Handle.warm_up."""
+    """Compile the kernels of these denoisers and wait for them: see Handle.warm_up."""
     began, started = time.perf_counter(), []
     for part in parts:
         where = part.device if device is None else device
@@ -99,11 +112,11 @@ def warm_up(parts, *, progress: bool = True, device: torch.device | None = None)
 
 
 def call_kinds(part, device: torch.device, *, all_steps: bool = False, only_seen: bool = False) -> list[CallKind]:
-    """The kinds of calls that the part's layers make in INT8, those of most layers first.
+    """Return the kinds of INT8 calls of a denoiser's layers, the most frequent kind first.
 
     Args:
-        all_steps: also with row maxima kept where nobody has told of steps so far.
-        only_seen: only of layers that ran.
+        all_steps: count on row maxima being kept from step to step, even if no step was announced so far.
+        only_seen: only call sites that ran.
     """
     found: dict[CallKind, int] = {}
     for _, kind in _calls_of(part, device, all_steps, only_seen):
@@ -112,7 +125,10 @@ def call_kinds(part, device: torch.device, *, all_steps: bool = False, only_seen
 
 
 def heads_kinds(part, device: torch.device, *, only_seen: bool = False) -> list[HeadsKind]:
-    """The kinds of heads that such calls have made ready in one pass, as most models call rotary embeddings."""
+    """Return the kinds of fused norm and rotary embedding in front of these calls.
+
+    Angles are assumed to have the form that most models use.
+    """
     found = []
     for layer, kind in _calls_of(part, device, False, only_seen):
         if layer.sage._sage_rotary is None:
@@ -129,10 +145,10 @@ def heads_kinds(part, device: torch.device, *, only_seen: bool = False) -> list[
 
 
 def _calls_of(part, device: torch.device, all_steps: bool, only_seen: bool) -> Iterator[tuple[Any, CallKind]]:
-    """Each call in INT8 that a layer makes, with the layer."""
+    """Yield (layer, kind) for each kind of INT8 call at each call site."""
     for layer in part.layers:
         if layer.sage._sage_config.recipe == MIXED_RECIPE:
-            continue  # compiled by its first call
+            continue  # these kernels are compiled in the first call
         if layer.sage._sage_kept or (layer.module.training and not only_seen):
             continue
         shapes = discover_sites(layer.module, layer.sage)
@@ -148,7 +164,10 @@ def _calls_of(part, device: torch.device, all_steps: bool, only_seen: bool) -> I
 
 
 def _kinds_of(site: CallSite, layer, head_dim: int, planned: bool, device: torch.device):
-    """Of one call site, whatever its row maxima: for each rotation that its calls may have."""
+    """Yield the kinds of calls of one call site, one for each rotation that they may have.
+
+    `keeps_rows` and `skips` are left at their defaults.
+    """
     config = layer.sage._sage_config
     dtype, causal, by_key = site.seen_kind or (_dtype_of(layer.module), "", None)
     if site.seen_kind is None:
@@ -166,7 +185,7 @@ def _kinds_of(site: CallSite, layer, head_dim: int, planned: bool, device: torch
 
 
 def _is_worth_it(tokens: int, head_dim: int, config, device: torch.device) -> bool:
-    """Whether any call of this length or those that share its kernels runs in INT8."""
+    """True if any call with the kernels of this length is long enough for INT8."""
     longest = LONG - 1 if tokens < LONG else 2**24
     return not is_short(
         device, batch=2**16, heads=1, seq_q=longest, seq_kv=longest, head_dim=head_dim, recipe=config.recipe,
@@ -179,7 +198,7 @@ def _dtype_of(module) -> torch.dtype:
 
 
 def _compile(part, kinds, device: torch.device, only_seen: bool = False):
-    """Start what these calls, the heads in front of them and the end of a step need."""
+    """Start compiling for these calls, the heads in front of them, and the end of a step."""
     others: list[Any] = [heads_call(kind, device) for kind in heads_kinds(part, device, only_seen=only_seen)]
     closing = None if part.state is None else closing_call(part.state, device)
     return compile_ahead(kinds, device, others + ([] if closing is None else [closing]))
@@ -187,7 +206,7 @@ def _compile(part, kinds, device: torch.device, only_seen: bool = False):
 
 @contextmanager
 def _bar(enabled: bool, total: int):
-    """A progress bar of rich; yields what moves it by one kernel."""
+    """Show a progress bar of rich. Yields a function that advances it by one kernel."""
     if not enabled:
         yield lambda: None
         return

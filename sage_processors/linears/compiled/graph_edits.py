@@ -1,4 +1,4 @@
-"""What passes over Dynamo's graphs ask of them and do to them: values, calls of ops, writes in place, new nodes."""
+"""Helpers of passes over Dynamo's graphs: values, calls of ops, writes in place, new nodes."""
 
 from __future__ import annotations
 
@@ -10,27 +10,29 @@ from typing import Any
 import torch
 
 
-# What of ours a forward writes to, as Dynamo names it: attributes of processors and of swapped layers
+# Dynamo's names of our own tensors that a forward writes to: attributes of processors and of swapped layers
 _OWN = re.compile(r"_sage_(events|sites|linear|probe)_")
 
 
 def is_call(node: Any, name: str) -> bool:
+    """Return True for a call of the op sage_kernels::name."""
     op = getattr(torch.ops.sage_kernels, name)
     return isinstance(node, torch.fx.Node) and node.op == "call_function" and node.target in (op, op.default)
 
 
 def calls_of(graph: torch.fx.Graph, name: str) -> list[torch.fx.Node]:
+    """Return all calls of the op sage_kernels::name, in the order of the graph."""
     return [node for node in graph.nodes if is_call(node, name)]
 
 
 def value_of(node: Any) -> torch.Tensor | None:
-    """The tensor that Dynamo traced with: shape and dtype, no numbers."""
+    """Return the fake tensor that Dynamo traced with (shape and dtype, no numbers), or None."""
     found = node.meta.get("example_value") if isinstance(node, torch.fx.Node) else None
     return found if isinstance(found, torch.Tensor) else None
 
 
 def add_call(graph: torch.fx.Graph, before: torch.fx.Node, target: Any, *args: Any) -> torch.fx.Node:
-    """A new call in front of a node."""
+    """Insert a call in front of a node and return it."""
     with graph.inserting_before(before):
         node = graph.call_function(target, args)
     given: list[Any] = []
@@ -43,21 +45,24 @@ def add_call(graph: torch.fx.Graph, before: torch.fx.Node, target: Any, *args: A
 
 
 def erase(graph: torch.fx.Graph, *nodes: torch.fx.Node) -> None:
-    """Erase nodes, the last ones first, that nobody uses any more."""
+    """Erase those of the nodes that have no users left. Pass the last node of the graph first."""
     for node in nodes:
         if not node.users:
             graph.erase_node(node)
 
 
 def written_by(node: torch.fx.Node) -> list[Any]:
-    """What a call may write to. Of a function that isn't known: what it is called with, if its name says so."""
+    """Return the nodes that a call may write to.
+
+    Of a function without a schema this is the first argument, if its name says that it works in place.
+    """
     if node.op == "call_method":
         name = str(node.target)
         return [node.args[0]] if name.endswith("_") and not name.endswith("__") else []
     if node.op != "call_function":
         return list(node.args) if node.op == "call_module" else []
     if any(kind.__name__ == "HigherOrderOperator" for kind in type(node.target).__mro__):
-        return [node]  # a graph or a kernel of its own, which may write to anything
+        return [node]  # it runs a graph or kernel of its own, which may write to anything
     if node.kwargs.get("out") is not None or _asks_in_place(node):
         return [node.kwargs.get("out"), *node.args[:1]]
     op = getattr(node.target, "default", node.target)
@@ -75,7 +80,7 @@ def written_by(node: torch.fx.Node) -> list[Any]:
 
 
 def _asks_in_place(node: torch.fx.Node) -> bool:
-    """Whether a function is called with inplace=True, by name or by place."""
+    """Return True if a function is called with inplace=True, by name or by position."""
     if "inplace" in node.kwargs:
         return bool(node.kwargs["inplace"])
     try:
@@ -89,14 +94,14 @@ _IN_PLACE = frozenset(name for name in dir(operator) if name.startswith("i") and
 
 
 def is_own(x: Any) -> bool:
-    """Whether a tensor is a counter or a statistic of ours, or a part of one: no layer reads it as its input."""
+    """Return True for a counter or statistic of ours, or a part of one. No layer reads it as its input."""
     while isinstance(x, torch.fx.Node) and x.target is operator.getitem:
         x = x.args[0]
     return isinstance(x, torch.fx.Node) and x.op in ("placeholder", "get_attr") and bool(_OWN.search(str(x.target)))
 
 
 def is_free(first: torch.fx.Node, last: torch.fx.Node) -> bool:
-    """Whether nothing that a layer may read is written to from one node to the other."""
+    """Return True if no tensor that a layer may read is written to between two nodes."""
     node = first.next
     while node is not last and node.op != "root":
         if any(x is not None and not is_own(x) for x in written_by(node)):

@@ -1,31 +1,36 @@
-"""In compiled code: norms, projections of one input and what follows a linear layer, in one call of an op each.
+"""Fuses norms, projections of one input and the ops behind a linear layer in compiled code.
 
-Works on the graph as Dynamo writes it, where norms and activation functions are still calls of theirs. Nothing is
-moved across a write in place.
+It works on Dynamo's graph, in which norms and activation functions are still single calls. Nothing is moved across a
+write in place.
 """
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from sage_kernels.compat import add_graph_pass
+
 from ...postponed import patterns
 from ...postponed.patterns import FLOATS, is_by_token
+from . import graph_edits
 from .graph_edits import add_call, calls_of, erase, is_call, is_free, value_of
 
 
 _ADDS, _MULTIPLICATIONS = (operator.add, torch.add), (operator.mul, torch.mul)
 _CASTS = {"float": torch.float32, "half": torch.float16, "bfloat16": torch.bfloat16}
-# what a call of quantized_linear has after codes and scales: bias, activation, gate, residual, dtype
+# positions of arguments in a call of the op quantized_linear, after codes and scales of input and weight
 _BIAS, _ACTIVATION, _GATE, _RESIDUAL, _DTYPE = range(4, 9)
 
 
 def fuse(graph: torch.fx.Graph) -> None:
-    """Put together what the ops can do at once: the same numbers but for fewer roundings in between."""
+    """Replace calls in a graph by fewer ones. The results only have fewer roundings in between."""
     _share(graph)
     _merge(graph)
     for node in calls_of(graph, "quantize_activation"):
@@ -39,11 +44,17 @@ def fuse(graph: torch.fx.Graph) -> None:
     graph.lint()
 
 
-# one quantisation an activation, one matmul for projections of it
+def fuse_in_compiled_code(change: Callable[[torch.fx.Graph], None] = fuse) -> None:
+    """Have Inductor call change(graph) on every graph of Dynamo from now on. Harmless when repeated."""
+    sources: tuple[Any, ...] = (inspect.getmodule(change), graph_edits, patterns)
+    add_graph_pass(change, hashlib.sha256("".join(map(inspect.getsource, sources)).encode()).digest())
+
+
+# --- one quantisation for each activation, one matmul for all projections of it ---
 
 
 def _share(graph: torch.fx.Graph) -> None:
-    """One call of quantize_activation for calls of the same arguments."""
+    """Replace calls of quantize_activation with equal arguments by the first one."""
     known: dict[Any, torch.fx.Node] = {}
     for node in calls_of(graph, "quantize_activation"):
         first = known.get(node.args)
@@ -58,12 +69,12 @@ def _share(graph: torch.fx.Graph) -> None:
             else:
                 part.replace_all_uses_with(same)
                 graph.erase_node(part)
-        # the parts of the first call are in front of all that used the other one's
+        # codes and scales of the first call come before all users of the second one
         erase(graph, node)
 
 
 def _rows_of(node: Any) -> tuple[Any, int, int] | None:
-    """(matrix, start, stop) of some of its rows; None for anything else."""
+    """Return (matrix, start, stop) of a slice of a matrix's rows; None for any other node."""
     if (
         not isinstance(node, torch.fx.Node)
         or node.target is not operator.getitem
@@ -76,7 +87,7 @@ def _rows_of(node: Any) -> tuple[Any, int, int] | None:
 
 
 def _merge(graph: torch.fx.Graph) -> None:
-    """One matmul for layers of one input whose weights lie one after the other in one matrix."""
+    """Replace layers with the same input by one matmul, if their weights are adjacent rows of one matrix."""
     groups: dict[Any, list[torch.fx.Node]] = {}
     for node in calls_of(graph, "quantized_linear"):
         weight, scale = _rows_of(node.args[2]), _rows_of(node.args[3])
@@ -113,11 +124,11 @@ def _is_before(node: Any, other: torch.fx.Node) -> bool:
     return not isinstance(node, torch.fx.Node) or node < other
 
 
-# norm and modulation in front of an activation's quantisation
+# --- norm and modulation in front of an activation's quantisation ---
 
 
 def _sides(node: Any, functions: tuple[Any, ...]) -> Iterator[tuple[Any, Any]]:
-    """(one, other) of a sum or product of two, both ways round; then (node, None)."""
+    """Yield the operands of a sum or product in both orders; then (node, None), for a missing operation."""
     if isinstance(node, torch.fx.Node) and node.op == "call_function" and node.target in functions:
         if len(node.args) == 2 and not node.kwargs:
             yield node.args
@@ -126,7 +137,7 @@ def _sides(node: Any, functions: tuple[Any, ...]) -> Iterator[tuple[Any, Any]]:
 
 
 def _norm_of(node: Any) -> tuple[Any, str, Any, Any, float] | None:
-    """(input, kind, weight, bias, eps) of a norm over the last dimension."""
+    """Return (input, kind, weight, bias, eps) of a norm over the last dimension; None for any other node."""
     if not isinstance(node, torch.fx.Node) or node.op != "call_function":
         return None
     if node.target is F.layer_norm:
@@ -146,12 +157,13 @@ def _norm_of(node: Any) -> tuple[Any, str, Any, Any, float] | None:
 
 
 def _is_vector(node: Any, shape: torch.Size) -> bool:
-    """Whether it is None or one vector for all tokens, or for each sample's."""
+    """Return True for None, and for one vector for all tokens or for each sample."""
     x = value_of(node)
     return node is None or (x is not None and is_by_token(x, shape))
 
 
 def _take_norm(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
+    """Let a call of quantize_activation compute the norm and modulation in front of it."""
     x, format, norm, *own, balance, beside = node.args
     y = value_of(x)
     if norm != "none" or node.kwargs or y is None or any(t is not None for t in (*own[:2], *own[3:], beside)):
@@ -174,7 +186,7 @@ def _take_norm(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
 
 
 def _take_columns(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
-    """Columns of two tensors that are only put beside each other to be quantised are read from where they are."""
+    """Let a call of quantize_activation read two tensors without the torch.cat in front of it."""
     x, *rest, beside = node.args
     y = value_of(x)
     if not isinstance(x, torch.fx.Node) or x.target not in patterns.CATS or beside is not None or y is None:
@@ -190,11 +202,11 @@ def _take_columns(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
     erase(graph, node, x)
 
 
-# what follows a linear layer
+# --- the ops behind a linear layer ---
 
 
 def _finish(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
-    """Activation function, gate, residual and casts behind a linear layer, in its own last pass."""
+    """Move activation function, gate, residual and casts behind a linear layer into its epilogue."""
     args, chain = list(node.args), [node]
     shape = value_of(node).shape if value_of(node) is not None else None  # type: ignore[union-attr]
     while shape is not None and len(chain[-1].users) == 1:
@@ -211,12 +223,15 @@ def _finish(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
 
 
 def _is_nothing(node: torch.fx.Node) -> bool:
-    """True for a dropout that drops nothing."""
+    """Return True for a dropout that returns its input unchanged."""
     return node.target is F.dropout and patterns.drops_nothing(node.args, node.kwargs)
 
 
 def _takes(args: list[Any], user: torch.fx.Node, node: torch.fx.Node, shape: torch.Size) -> bool:
-    """Whether the op can do what `user` does with the layer's result `node`; its arguments are then changed."""
+    """Let a call of quantized_linear do the next operation too, by changing its arguments in place.
+
+    args: of the call. user: the operation on `node`, its result so far, of this shape. Returns False if it can't.
+    """
     is_bare = args[_GATE] is None and args[_RESIDUAL] is None
     if user.op == "call_method":
         dtype = _cast(user, node)
@@ -248,7 +263,7 @@ def _takes(args: list[Any], user: torch.fx.Node, node: torch.fx.Node, shape: tor
 
 
 def _join(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
-    """One call where a single product needs the rows: calls are what the host is busy with."""
+    """Quantise and multiply in one call, if a single product needs the codes: it saves time on the host."""
     parts = {part.args[1]: part for part in node.users if part.target is operator.getitem}
     users = {user for part in parts.values() for user in part.users}
     if len(parts) != len(node.users) or set(parts) != {0, 1} or len(users) != 1:
@@ -259,14 +274,14 @@ def _join(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
         return
     others = {x for x in product.all_input_nodes if x not in product.args[:2]}
     if others & {*node.all_input_nodes, *parts.values()}:
-        return  # a call that is given a tensor twice is not made again, but anew
+        return  # the op does not replay the launches of a call that is given a tensor twice
     op = torch.ops.sage_kernels.dynamic_linear.default
     product.replace_all_uses_with(add_call(graph, product, op, *node.args, *product.args[2:]))
     erase(graph, product, *parts.values(), node)
 
 
 def _cast(user: torch.fx.Node, node: Any) -> torch.dtype | None:
-    """The dtype of a call of a tensor's method that only casts it, or None."""
+    """Return the target dtype of a method call that only casts `node`; None for any other call."""
     if user.args[0] is not node or user.kwargs:
         return None
     if user.target in _CASTS and len(user.args) == 1:
@@ -280,8 +295,10 @@ def _cast(user: torch.fx.Node, node: Any) -> torch.dtype | None:
 
 
 def _before_casts(node: Any, to: torch.dtype | None = None) -> Any:
-    """What a node casts, through all casts between floating point types, or those to one type. What is cast to fp32 is
-    the same number before; what is cast to a smaller type loses a rounding."""
+    """Return the input of a chain of casts between floating point types.
+
+    to: follow only casts to this type. Casts to fp32 change no number; skipping others skips a rounding.
+    """
     while isinstance(node, torch.fx.Node) and node.op == "call_method" and isinstance(node.args[0], torch.fx.Node):
         before, dtype = value_of(node.args[0]), _cast(node, node.args[0])
         if dtype is None or before is None or before.dtype not in FLOATS or to not in (None, dtype):

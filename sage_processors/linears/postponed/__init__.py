@@ -1,4 +1,4 @@
-"""Results of norms and linear layers that wait for the layer that uses them, and rows as 8-bit codes.
+"""Postponed results of norms and linear layers, and the 8-bit codes of activations.
 
-May import weights/.
+May import weights/, sage_processors/postponed/ and sage_kernels.
 """

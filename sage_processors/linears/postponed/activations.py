@@ -1,4 +1,4 @@
-"""Inputs of linear layers in 8 bit, each quantised once in a block although several layers read it."""
+"""8-bit inputs of linear layers, each quantised once in a block for all layers that read it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ...postponed.region import Region
 
 
 class RowsOf:
-    """Codes of one activation, by number format and channel balance."""
+    """The 8-bit codes and scales of one activation, by number format and balance."""
 
     __slots__ = ("_found",)
 
@@ -24,10 +24,12 @@ class RowsOf:
         return bool(self._found)
 
     def get(self, format: str, balance: torch.Tensor | None) -> QuantizedRows | None:
+        """Return the codes and scales for a format and balance, or None if there are none yet."""
         return self._found.get(_key_of(format, balance), (None, None))[1]
 
     def put(self, format: str, balance: torch.Tensor | None, rows: QuantizedRows) -> QuantizedRows:
-        self._found[_key_of(format, balance)] = (balance, rows)  # held: its id is nobody else's
+        """Keep codes and scales for a format and balance, and return them."""
+        self._found[_key_of(format, balance)] = (balance, rows)  # holds the balance: its id stays its own
         return rows
 
 
@@ -36,22 +38,22 @@ def _key_of(format, balance):
 
 
 class Activations:
-    """Ordinary tensors that layers of one block were given in one call of it, and their codes.
+    """Codes and scales of the ordinary tensors that linear layers read in one call of a block.
 
-    Not kept for longer: the same object, whose writes are counted, may have other numbers by then. Not every write is
-    counted: a CUDA graph that is replayed leaves its results in the tensors that it gave out before.
+    They are not kept for longer: the same tensor may hold other numbers by then, although PyTorch counted no write. A
+    replayed CUDA graph, for one, writes its results into the tensors that it returned before.
     """
 
     def __init__(self):
-        # id of a tensor → (weak reference to it, version, stream, RowsOf); entries leave with their tensors
+        # id of a tensor → (weak reference to it, version, stream, RowsOf); an entry goes when its tensor is freed
         self._known: dict[int, tuple] = {}
 
     def forget(self) -> None:
-        """Let go of all of them: what watches an entry's tensor holds the dictionary."""
+        """Drop all entries. The callbacks of their weak references would keep the dictionary alive."""
         self._known.clear()
 
     def quantized(self, x: torch.Tensor, format: str, balance: torch.Tensor | None) -> QuantizedRows:
-        """Codes and scales of a tensor, from the first layer that asked for them."""
+        """Return codes and scales of a tensor. The first layer that asks has them computed."""
         stream = torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0
         key, version = id(x), x._version
         known = self._known.get(key)
@@ -67,10 +69,10 @@ class Activations:
 
 
 def quantized(x: torch.Tensor, format: str, balance: torch.Tensor | None, region: Region | None) -> QuantizedRows:
-    """Codes [..., K] and scale [...] of an ordinary tensor [..., K], multiplied by balance [K].
+    """Quantise an ordinary tensor [..., K] times balance [K]: codes [..., K], scale [...].
 
-    In a region the same object, not written to in between, is quantised once. An inference tensor does not count
-    writes: it is quantised at every call.
+    In a region the same tensor is quantised once, unless it was written to in between. An inference tensor does not
+    count writes, so it is quantised at every call.
     """
     if region is None or x.is_inference():
         return quantize_activation(x, format=format, balance=balance)

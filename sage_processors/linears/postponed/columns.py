@@ -1,4 +1,4 @@
-"""torch.cat of two activations that waits: an 8-bit linear layer reads both where they are."""
+"""Postponed torch.cat of two activations: an 8-bit linear layer reads both without copying them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from sage_kernels import QuantizedRows, quantize_activation
 
 from ...postponed import patterns
 from ...postponed.region import current
-from ...postponed.tensor import Operand, Postponed, can_wait, ordinary_in
+from ...postponed.tensor import ChangedInputError, Operand, Postponed, can_wait, ordinary_in
 from .activations import RowsOf
-from .errors import ChangedInputError
 
 
 class PostponedColumns(Postponed):
-    """torch.cat([first, second], -1)."""
+    """The postponed result of torch.cat([first, second], -1)."""
 
     def __init__(self, shape, dtype, device, first, second):
         super().__init__(shape, dtype, device)
@@ -22,7 +21,7 @@ class PostponedColumns(Postponed):
         self._rows = RowsOf()
 
     def _operands(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Both tensors. Raises: ChangedInputError."""
+        """Return both tensors. Raises: ChangedInputError."""
         if self._first.is_changed or self._second.is_changed:
             raise ChangedInputError(
                 "torch.cat: got a tensor that was written to in place between the call and the use of its result, "
@@ -35,7 +34,7 @@ class PostponedColumns(Postponed):
         return torch.cat(self._operands(), -1)
 
     def rows(self, format: str, balance: torch.Tensor | None = None) -> QuantizedRows:
-        """Quantise this activation, times balance [K]: codes [..., K], scale [...]. Computed once."""
+        """Quantise this activation times balance [K]: codes [..., K], scale [...]. Computed once."""
         rows = self._rows.get(format, balance)
         if rows is None:
             first, second = self._operands()
@@ -45,7 +44,7 @@ class PostponedColumns(Postponed):
 
 
 def cat(args, kwargs) -> PostponedColumns | None:
-    """Postpone torch.cat of two activations along their last dimension; None for another call of it."""
+    """Postpone torch.cat of two activations along their last dimension; None for any other call of it."""
     tensors = args[0] if args else kwargs.get("tensors")
     if current() is None or not isinstance(tensors, (tuple, list)) or not isinstance(tensors[0], torch.Tensor):
         return None

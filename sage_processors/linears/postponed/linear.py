@@ -1,4 +1,4 @@
-"""An 8-bit linear layer's output that waits: its kernel adds activation, gate and residual."""
+"""Postponed output of an 8-bit linear layer: activation, gate and residual join its epilogue."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from sage_kernels import QuantizedRows, quantized_linear
 
 from ...postponed import patterns
 from ...postponed.patterns import FLOATS, GATED, is_by_token
-from ...postponed.tensor import Operand, Postponed, can_wait, ordinary_in
+from ...postponed.tensor import ChangedInputError, Operand, Postponed, can_wait, ordinary_in
 from ..weights.storage import Storage
 from .columns import cat
-from .errors import ChangedInputError
 
 
 _GATED = frozenset(GATED.values())
@@ -26,9 +25,14 @@ _STOCK = {
 
 
 class PostponedLinear(Postponed):
-    """gate · activation(x · weightᵀ + bias), of which gate and activation may be missing.
+    """The postponed result gate · activation(x · weightᵀ + bias); gate and activation may be missing.
 
-    A sum with a residual of the same shape computes it all in one pass.
+    Adding a residual of the same shape computes all of it in one kernel.
+
+    Args:
+        module: the swapped layer; of a gated activation over two layers, the first one in their storage.
+        x: codes and scales of its input.
+        activation: as in `quantized_linear`. gate: Operand, one vector for all tokens or for each sample, or None.
     """
 
     def __init__(self, shape, dtype, device, module, x, activation="none", gate=None):
@@ -38,7 +42,7 @@ class PostponedLinear(Postponed):
         self._storage = state.storage
         modules = state.storage.modules if activation in _GATED else [module]
         self._weights = [(m, m._sage_linear, m._sage_linear.version) for m in modules]
-        # taken now: the next call of the layer may find another one
+        # taken now, since the next call of the layer may replace state.bias
         self._bias = state.storage.bias(0, len(state.storage.modules) - 1) if activation in _GATED else state.bias
 
     def _finish(self, residual=None, dtype=None) -> torch.Tensor:
@@ -56,7 +60,7 @@ class PostponedLinear(Postponed):
             if not is_current or (is_gated and state.storage is not self._storage):
                 raise ChangedInputError(
                     f"weight of {state.label}: got one that was exchanged between the call and the use of its result, "
-                    "expected the one of the call"
+                    "expected the one of the call; use the result first"
                 )
             if not is_gated:
                 return product(self._module, self._x, self._bias, **options)
@@ -72,12 +76,12 @@ class PostponedLinear(Postponed):
         return made
 
     def _cast(self, dtype):
-        """Rounded once, to the type that is asked for."""
+        """Postpone the cast, so that the result is rounded once, to `dtype`."""
         return self._with(dtype) if not self._is_out and dtype in FLOATS else self.tensor().to(dtype)
 
     @property
     def _is_bare(self) -> bool:
-        """True if only the product and the bias are there, and nobody has had its numbers."""
+        """True if there is neither activation nor gate, and the ordinary tensor was not handed out."""
         return self._activation == "none" and self._gate is None and not self._is_out
 
     def _activated(self, activation: str):
@@ -110,7 +114,7 @@ class PostponedLinear(Postponed):
     __rmul__ = __mul__
     __radd__ = __add__
 
-    # a product is contiguous
+    # the result of a matmul is contiguous
 
     def contiguous(self, memory_format=torch.contiguous_format):
         usual = memory_format in (torch.contiguous_format, torch.preserve_format)
@@ -125,9 +129,9 @@ class PostponedLinear(Postponed):
 
 
 def product(module, x: QuantizedRows, bias, *, dtype, activation="none", gate=None, residual=None) -> torch.Tensor:
-    """residual + gate · activation(x · weightᵀ + bias) of a swapped layer [..., N], in the order of its own weight.
+    """Compute residual + gate · activation(x · weightᵀ + bias) of a swapped layer: [..., N].
 
-    Under the lock.
+    Columns are in the order of the layer's own weight, also if its rows are stored in turns. Under the lock.
     """
     state = module._sage_linear
     storage = state.storage
@@ -142,9 +146,11 @@ def product(module, x: QuantizedRows, bias, *, dtype, activation="none", gate=No
 
 
 class PostponedHalf(Postponed):
-    """One of two equal parts of a linear layer's columns, maybe activated: half of GEGLU or SwiGLU.
+    """One half of the columns of a PostponedLinear, maybe activated: value or gate of GEGLU or SwiGLU.
 
-    of: the half that this one activates; None for a half as the layer gives it.
+    Args:
+        whole: the PostponedLinear. place: 0 for the first half, 1 for the second.
+        of: the half that this one is the activation of; None without an activation.
     """
 
     def __init__(self, shape, dtype, device, whole, place, activation="none", of=None):
@@ -157,7 +163,7 @@ class PostponedHalf(Postponed):
         return self._whole.value().chunk(2, -1)[self._place]
 
     def tensor(self):
-        """The ordinary tensor, which is a part of the whole one's memory unless it is activated."""
+        """Return the ordinary tensor: a view of the whole result, unless it is activated."""
         if self._of is None:
             self._whole.tensor()
         return super().tensor()
@@ -189,7 +195,7 @@ class PostponedHalf(Postponed):
 
 
 def _put_in_turns(module, *, gate_first: bool) -> bool:
-    """Store a layer's rows as its gated activation wants them. Returns True if they are."""
+    """Store value and gate rows of a layer in turns, for its gated activation. Returns True if they are."""
     state = module._sage_linear
     with state.shared.lock:
         storage = state.storage
@@ -200,14 +206,14 @@ def _put_in_turns(module, *, gate_first: bool) -> bool:
         turned = Storage([module], in_turns=True, gate_first=gate_first)
         with torch.inference_mode(False), torch.no_grad():
             rows = storage.all_rows
-            storage.clear()  # not written over: whoever reads the old tensors still finds the old order
+            storage.clear()  # the old tensors are not written to: somebody may still read them in the old order
             turned.write(0, rows)
         state.storage = turned
         return True
 
 
 def _gated_pair(a: PostponedLinear, b: PostponedLinear) -> PostponedLinear | None:
-    """Multiply value and activated gate of one input in one matmul; None for results that are no such pair."""
+    """Postpone value · activation(gate) of two layers with the same input; None for other results."""
     value, gate = (a, b) if a._activation == "none" else (b, a)
     known = value._is_bare and not gate._is_out and gate._gate is None and gate._activation in _STOCK
     if not known or value._x is not gate._x or value._dtype != gate._dtype or value._shape != gate._shape:
@@ -222,13 +228,13 @@ def _gated_pair(a: PostponedLinear, b: PostponedLinear) -> PostponedLinear | Non
             if not _pair_up(modules, states):
                 return None
         elif storage.modules[0] is not modules[0]:
-            return None  # the other way round than the first time
+            return None  # value and gate have changed places since the first time
         kind = GATED[gate._activation]
         return PostponedLinear(value._shape, value._dtype, value._device, modules[0], value._x, kind)
 
 
 def _pair_up(modules, states) -> bool:
-    """Store the rows of two layers in turns. Returns True if they are."""
+    """Store the rows of two layers in turns. Returns True if that was possible."""
     if any(len(s.storage.modules) > 1 or s.storage.in_turns or s.storage.is_fixed for s in states):
         return False
     pair = Storage(modules, in_turns=True)

@@ -1,4 +1,4 @@
-"""A norm's output that waits: the 8-bit linear layer behind it computes norm and rounding in one pass."""
+"""Postponed output of a norm: one kernel normalises and quantises it for the next linear layer."""
 
 from __future__ import annotations
 
@@ -7,21 +7,20 @@ import torch
 from sage_kernels import QuantizedRows, quantize_activation
 
 from ...postponed.patterns import FLOATS, is_by_token
-from ...postponed.tensor import Operand, Postponed, can_wait, ordinary_in
+from ...postponed.tensor import ChangedInputError, Operand, Postponed, can_wait, ordinary_in
 from .activations import RowsOf
-from .errors import ChangedInputError
 
 
 class NormCall:
-    """One call of a norm module: its input, and what it was called with.
+    """One call of a norm module: its input and parameters.
 
     Attributes:
-        state: norms.NormState of the module.
-        x: the norm's input [..., K]. operands: Operands of it and of the norm's parameters.
+        state: norm_layers.NormState of the module.
+        x: the norm's input [..., K]. operands: Operands of x and of the norm's parameters.
         forward: () -> the module's own result, in 16 bit.
-        vectors: {weight, bias: [K] or None, eps: float}: what `quantize_activation` takes.
-        made: the module's own result, computed at once as well: it is not known yet whether the model writes to the
-            input before the result is used. None once that is known.
+        vectors: {weight, bias: [K] or None, eps: float}, arguments of `quantize_activation`.
+        made: the module's own result. It is computed at once until a first call has shown that the model does not
+            write to the input before the result is used; None from then on.
     """
 
     __slots__ = ("state", "x", "operands", "forward", "vectors", "made")
@@ -37,7 +36,13 @@ def _are_stale(*operands) -> bool:
 
 
 class PostponedNorm(Postponed):
-    """(norm(x) · weight + bias) · gain + shift, of which each of the last two may be missing."""
+    """The postponed result (norm(x) · weight + bias) · gain + shift; gain and shift may be missing.
+
+    Args:
+        call: NormCall. gain, shift: Operands or None.
+        parent, step: the postponed result that this one was derived from, and a function of its numbers. None for the
+            norm's own result.
+    """
 
     def __init__(self, shape, dtype, device, call, parent=None, step=None, gain=None, shift=None):
         super().__init__(shape, dtype, device)
@@ -47,9 +52,10 @@ class PostponedNorm(Postponed):
             self.value()
 
     def tensor_for_16_bit(self) -> torch.Tensor:
-        """The ordinary tensor, for a linear layer that stays in 16 bit.
+        """Return the ordinary tensor to a linear layer that runs in 16 bit.
 
-        If that is the first who asks, the norm's next results of this size are computed at once: the same numbers.
+        If that layer is the first that reads this result, the norm's next results of this size are not postponed. The
+        numbers are the same.
         """
         if not self._is_out and not self._rows:
             self._call.state.is_read_in_16_bit(self._shape.numel())
@@ -77,12 +83,12 @@ class PostponedNorm(Postponed):
         return other is self._parent
 
     def rows(self, format: str, balance: torch.Tensor | None = None) -> QuantizedRows:
-        """Quantise this activation, times balance [K]: codes [..., K], scale [...]. Computed once."""
+        """Quantise this activation times balance [K]: codes [..., K], scale [...]. Computed once."""
         rows = self._rows.get(format, balance)
         if rows is None:
             state, operands = self._call.state, (*self._call.operands, self._gain, self._shift)
             if self._call.made is not None and _are_stale(*operands):
-                state.is_postponed = False  # this model writes to what it has normalised
+                state.is_postponed = False  # this model writes to a norm's operands before its result is used
                 rows = quantize_activation(self.value(), format=format, balance=balance)
             else:
                 self._refuse_stale(*operands)
@@ -126,7 +132,7 @@ class PostponedNorm(Postponed):
             return self.tensor().to(dtype)
         return self._next(lambda x: x.to(dtype), dtype)
 
-    # a norm's input is contiguous, and so is its result
+    # the input of a postponed norm is contiguous, so its result is too
 
     def contiguous(self, memory_format=torch.contiguous_format):
         usual = memory_format in (torch.contiguous_format, torch.preserve_format)

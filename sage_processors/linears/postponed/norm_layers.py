@@ -1,4 +1,4 @@
-"""Norm modules whose output may wait for its consumer; the formula of a module is found by trying it."""
+"""Norm modules that may postpone their output. A module's formula is found by calling it."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ import sys
 import torch
 from torch import nn
 
-from ...autocast import is_autocast
-from ...inference_mode import counts_writes
-from ...patching.owner import Owner
+from ...patching.patched import Owner
 from ...postponed.patterns import FLOATS
 from ...postponed.tensor import CAN_WAIT, Operand, Postponed, can_wait
+from ...torch_modes import counts_writes, is_autocast
 from .norm import NormCall, PostponedNorm
 
 
-_HOOKS = {"_diffusers_hook", "_hf_hook"}  # attributes by which diffusers and accelerate move weights around a forward
+_HOOKS = {"_diffusers_hook", "_hf_hook"}  # of modules for which diffusers or accelerate move weights around a forward
 _EPS_NAMES = ("eps", "variance_epsilon", "epsilon")
 
 
@@ -29,7 +28,7 @@ def _eps_of(module, dtype: torch.dtype) -> float | None:
 
 
 def norm_width(module) -> int | None:
-    """Number of columns that a norm module normalises; None for another module."""
+    """Return the number of features that a norm module normalises; None for any other module."""
     weight = module._parameters.get("weight")
     if weight is not None:
         return len(weight) if weight.dim() == 1 else None
@@ -43,18 +42,19 @@ def norm_width(module) -> int | None:
 
 
 class NormState:
-    """Of one norm module in front of 8-bit linear layers.
+    """State of one norm module in front of 8-bit linear layers.
 
     Attributes:
-        label: its name. behind: a pattern of the layers behind it, for messages.
-        kind: "layer" or "rms". plus_one: the weight that it multiplies by is 1 + its parameter.
-        is_postponed: its results may wait. is_proven: one did, and its input was not written to meanwhile.
-        at_once_up_to: results of so many numbers or fewer do not wait: the first layer that reads them runs in 16 bit.
-        waits_from: of results of so many numbers it runs in 8 bit.
+        label: the module's name. behind: a name pattern of the layers behind it, for messages.
+        kind: "layer" or "rms". plus_one: the norm multiplies by 1 + its weight parameter.
+        is_postponed: results may be postponed.
+        is_proven: a result was postponed, and its input was not written to before it was used.
+        at_once_up_to: results of this many numbers or fewer are not postponed, as a layer in 16 bit reads them first.
+        waits_from: results of this many numbers or more are read by a layer in 8 bit first.
         dtypes: {(dtype of the input, of the weight): dtype of the result}, as seen.
-        owner: owner.Owner of what will take it out; None, or one who is not there, in a copy.
-        is_of_attention: it is one of heads, which wait for attention.
-        copies_weights: results wait with a copy of the weights where hooks move these away before the result is used.
+        owner: owner.Owner of the swap that will undo this; None, or an owner that is gone, in a copy.
+        is_of_attention: the norm is one of attention heads, postponed until attention (diffusion/heads).
+        copies_weights: a postponed result takes a copy of the weights, where hooks move them away before it is used.
     """
 
     copies_weights = is_of_attention = False
@@ -68,12 +68,12 @@ class NormState:
         self.at_once_up_to, self.waits_from = 0, sys.maxsize
 
     def is_read_in_16_bit(self, size: int) -> None:
-        """A layer in 16 bit was the first that read a result of so many numbers."""
+        """Note that a layer in 16 bit was the first to read a result of `size` numbers."""
         if size < self.waits_from:
             self.at_once_up_to = max(self.at_once_up_to, size)
 
     def is_read_in_8_bit(self, size: int) -> None:
-        """A layer in 8 bit was the first that read a result of so many numbers."""
+        """Note that a layer in 8 bit was the first to read a result of `size` numbers."""
         self.waits_from = min(self.waits_from, size)
         self.at_once_up_to = min(self.at_once_up_to, self.waits_from - 1)
 
@@ -81,14 +81,17 @@ class NormState:
         return weight if weight is None or not self.plus_one else 1.0 + weight.detach().float()
 
     def postpone(self, module, x, forward) -> torch.Tensor | None:
-        """The result of norm module called with x, which waits; None: it has to be computed now."""
+        """Return the postponed result of calling the norm module with x, or None if it can't be postponed.
+
+        forward: (module, x) -> the result in 16 bit.
+        """
         if x.numel() <= self.at_once_up_to or not (self.is_postponed and CAN_WAIT):
             return None
         if module.training or not can_wait(x) or x.dtype not in FLOATS or not 2 <= x.dim() <= 4:
             return None
         parameters = module._parameters
         weight, bias = parameters.get("weight"), parameters.get("bias")
-        # weights that are offloaded leaf by leaf are elsewhere by then
+        # with offloading by leaf module, hooks move the weights away before the result is used
         leave = not _HOOKS.isdisjoint(module.__dict__) and not (weight is None and bias is None)
         if leave and not self.copies_weights:
             return None
@@ -101,7 +104,7 @@ class NormState:
         key = (x.dtype, None if weight is None else weight.dtype)
         dtype = self.dtypes.get(key)
         vectors = {"weight": self._weight_of(weight), "bias": bias, "eps": _eps_of(module, x.dtype)}
-        if dtype is None:  # once: what dtype its result has
+        if dtype is None:  # called once to learn the dtype of the result
             dtype = self.dtypes[key] = forward(module, x).dtype
         if dtype not in FLOATS:
             return None
@@ -113,7 +116,7 @@ class NormState:
         return made if waiting is None else waiting
 
     def _waiting(self, x, dtype, forward, vectors, parameters) -> torch.Tensor | None:
-        """parameters: Operands of weight and bias, unless `vectors` has copies."""
+        """Make the postponed result. parameters: Operands of weight and bias, unless `vectors` has copies."""
         if not x.is_contiguous():
             return None
         return PostponedNorm(x.shape, dtype, x.device, NormCall(self, x, forward, vectors, parameters))
@@ -124,9 +127,10 @@ def _copied(vector):
 
 
 def norm_form(module: nn.Module) -> tuple[str, bool] | None:
-    """("layer" or "rms", whether the weight is stored less one) of a norm module; None for anything else.
+    """Find the formula of a norm module: ("layer" or "rms", plus_one), or None for any other module.
 
-    Found by calling a copy of the module, with weights of a few columns, on a few random rows.
+    plus_one: the norm multiplies by 1 + its weight. A copy of the module with random weights is called on a few
+    random rows, and the result is compared with each formula.
     """
     name = type(module).__name__
     if "Norm" not in name or "Ada" in name or module._modules or _eps_of(module, torch.float32) is None:
@@ -149,7 +153,7 @@ def norm_form(module: nn.Module) -> tuple[str, bool] | None:
         twin.__dict__ |= {"training": False, "_forward_hooks": {}, "_forward_pre_hooks": {}}
         try:
             got = type(module).forward(twin, x)
-        except Exception:  # wants something else than one tensor
+        except Exception:  # its forward takes other arguments than one tensor
             return None
     if not isinstance(got, torch.Tensor) or isinstance(got, Postponed) or got.shape != x.shape:
         return None

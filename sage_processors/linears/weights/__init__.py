@@ -1,4 +1,4 @@
-"""8-bit copies of weights: which layers have one, where it is stored, whether the 16-bit weight changed.
+"""8-bit weights of linear layers: choosing the layers, storing weights, noticing changes.
 
-May import compiled/ and sage_kernels.
+May import sage_processors/postponed/ and sage_kernels; nothing else of linears/.
 """

@@ -1,7 +1,9 @@
-"""Which linear layers of a model run in 8 bit: those of its repeated blocks that are large enough to gain."""
+"""Chooses the linear layers that run in 8 bit: those in repeated blocks, large enough to gain from it."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -11,22 +13,25 @@ from torch import nn
 
 # Below this many input or output features a layer stays in 16 bit: quantising costs more than the matmul saves.
 MIN_FEATURES = 1024
-# Parts of a qualified name whose linear layers stay in 16 bit: modulation and embedding, few rows and much error.
+# Name parts of linear layers that stay in 16 bit: modulation and embedding have few rows and large errors.
 _PROTECTED_PARTS = ("embed", "modulation", "adaln", "ada_ln", "time_emb", "temb", "lm_head", "router")
 _PROTECTED_CLASSES = ("AdaLayerNorm", "Norm", "Modulation", "Embed", "Router")
-# Of the layers that stay in 16 bit, those whose input is one row a sample: made of the time and of pooled text.
+# Name parts of those among them whose input has one row per sample, made from the time step and pooled text.
 _SAMPLE_PARTS = ("modulation", "adaln", "ada_ln", "time_", "timestep", "temb", "guidance")
 _SAMPLE_CLASSES = ("Norm", "Modulation", "Timestep")
-# A pooling attention beside the time's embedding: of many rows, and PyTorch is handed the weights of its layers.
+# Attention pooling beside the time embedding: its layers have many rows, and PyTorch's own attention reads weights.
 _POOL_CLASSES = ("AttentionPool",)
-# Their format where 16-bit weights are dropped: the weight as of "int8", the activation as it is.
+# Format of layers with one row per sample if 16-bit weights are dropped: an INT8 weight, a 16-bit activation.
 WEIGHT_ONLY = "int8_weights"
 
 
 class Choice:
-    """One linear layer: its name, the module, its format and why it is that.
+    """The format that was chosen for one linear layer.
 
-    format: "int8" or "fp8"; WEIGHT_ONLY; "none": 16 bit.
+    Attributes:
+        name: of the layer, in the report. module: the layer.
+        format: "int8", "fp8", WEIGHT_ONLY, or "none" for 16 bit.
+        why: the reason for 16 bit, as a status in the report; "" without one.
     """
 
     __slots__ = ("name", "module", "format", "why")
@@ -36,7 +41,10 @@ class Choice:
 
 
 def linear_layers(model: nn.Module):
-    """(name, module) of every plain linear layer, without those of adapters. The name is without "base_layer"."""
+    """Yield (name, module) of every plain linear layer of a model.
+
+    Layers of adapters are left out, and "base_layer" is left out of the names of layers that an adapter wraps.
+    """
     for name, module in model.named_modules():
         if not isinstance(module, nn.Linear) or _forward_of(type(module)) is not nn.Linear.forward:
             continue
@@ -51,7 +59,10 @@ def linear_layers(model: nn.Module):
 
 
 def layers_of_others(model: nn.Module) -> list[str]:
-    """What makes each linear layer that `linear_layers` leaves out another one: its class, or that of its weight."""
+    """Return the kind of each linear layer that `linear_layers` leaves out, except for those of adapters.
+
+    The kind is the name of its class or, if that has torch's own forward, of the class of its weight.
+    """
     plain = {id(module) for _, module in linear_layers(model)}
     found = []
     for name, module in model.named_modules():
@@ -70,15 +81,15 @@ def _forward_of(cls: Any):
 
 
 def choose(model: nn.Module, *, label, linears: str, layers=(), min_features=None, drop_weights=False) -> list[Choice]:
-    """What is to happen to every linear layer of a model.
+    """Choose a format for every linear layer of a model.
 
     Args:
-        label: name in the model -> name in the report, which patterns are matched with.
-        linears: "none", "int8" or "fp8" for the layers that nothing else is said of.
-        layers: (pattern, format) pairs; the first match counts, for protected and small layers, too.
+        label: (name in the model) -> name in the report. Patterns are matched with the latter.
+        linears: "none", "int8" or "fp8", for layers that no pattern of `layers` matches.
+        layers: (pattern, format) pairs. The first match counts, also for protected and small layers.
         min_features: smaller layers stay in 16 bit; None: MIN_FEATURES.
-        drop_weights: no layer of one row a sample that has min_features² weights or more stays in 16 bit, unless it
-            is named: it is WEIGHT_ONLY.
+        drop_weights: layers with one row per sample and at least min_features² weights are WEIGHT_ONLY instead of in
+            16 bit, unless `layers` names them.
     """
     least = MIN_FEATURES if min_features is None else min_features
     owners = dict(model.named_modules())
@@ -102,7 +113,11 @@ def choose(model: nn.Module, *, label, linears: str, layers=(), min_features=Non
 
 
 def repeated_blocks(model) -> list[str]:
-    """Prefixes of the names of repeated blocks; [""] for a model without, which is a block itself."""
+    """Return the name prefixes of the repeated blocks of a model.
+
+    A block is a child of an nn.ModuleList or nn.Sequential with two linear layers or more. Returns
+    [""] for a model without such blocks: the whole model counts as one.
+    """
     blocks: list[str] = []
     for name, module in model.named_modules():
         if any(name.startswith(block) for block in blocks):
@@ -115,7 +130,7 @@ def repeated_blocks(model) -> list[str]:
 
 
 def _protection(name: str, owners: dict, inside: list[str]) -> str:
-    """Why a layer stays in 16 bit unless it is named, or ""."""
+    """Return why a layer stays in 16 bit unless an option names it, or "" if it does not."""
     if not any(name.startswith(block) for block in inside):
         return "outside of the blocks"
     if _is_modulation(name, owners) or _is_called(name, owners, _PROTECTED_PARTS, _PROTECTED_CLASSES):
@@ -124,7 +139,7 @@ def _protection(name: str, owners: dict, inside: list[str]) -> str:
 
 
 def _may_be_weight_only(name: str, module, model: nn.Module, owners: dict, least: int) -> bool:
-    """Whether a layer is large, of one row a sample, and not one that the model wants in fp32."""
+    """Return True for a large layer with one row per sample, unless the model keeps it in fp32."""
     in_fp32 = getattr(model, "_keep_in_fp32_modules", None) or ()
     if module.in_features * module.out_features < least**2 or not set(name.split(".")).isdisjoint(in_fp32):
         return False
@@ -134,17 +149,17 @@ def _may_be_weight_only(name: str, module, model: nn.Module, owners: dict, least
 
 
 def _is_modulation(name: str, owners: dict) -> bool:
-    """Whether a layer modulates what a norm returns, by its place."""
+    """Return True if a layer's place in the model says that it computes a norm's modulation."""
     *above, last = name.split(".")
     if any(part.startswith("norm") or part.endswith("_mod") for part in above):
         return True
     owner = owners.get(".".join(above)) if above else None
-    # a SiLU of the time embedding, then a linear layer
+    # SiLU of the time embedding, followed by a linear layer
     return isinstance(owner, nn.Sequential) and last.isdigit() and isinstance(owner[0], nn.SiLU)
 
 
 def _is_called(name: str, owners: dict, words, class_words) -> bool:
-    """Whether a part of a layer's name has one of the words, or the class of a module that it is in."""
+    """Return True if a part of a layer's name, or the class of a module around it, contains a given word."""
     parts = name.split(".")
     if any(word in part for part in parts for word in words):
         return True
@@ -154,3 +169,31 @@ def _is_called(name: str, owners: dict, words, class_words) -> bool:
 
 def _class_name(module) -> str:
     return getattr(type(module), "_sage_base", type(module)).__name__
+
+
+# --- parts of a model that torch.compile runs by themselves ---
+
+
+def compiled_parts(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the outermost compiled modules of a model."""
+    left: list[nn.Module | None] = [model]
+    while left:
+        module = left.pop()
+        if module is not None:
+            parts = module._modules
+            if module._compiled_call_impl is not None or "_orig_mod" in parts:
+                yield module
+            elif parts:
+                left.extend(parts.values())
+
+
+def has_compiled_parts(model: nn.Module) -> bool:
+    """Return True if a module inside of the model is compiled, but not the model as a whole."""
+    return "torch._dynamo" in sys.modules and any(
+        True for part in model._modules.values() if part is not None for _ in compiled_parts(part)
+    )
+
+
+def modules_in_compiled_parts(model: nn.Module) -> set[int]:
+    """Return the ids of all modules that are compiled, by themselves or as a part of another one."""
+    return {id(module) for part in compiled_parts(model) for module in part.modules()}

@@ -1,4 +1,4 @@
-"""What a swapped linear layer knows: its format, its 8-bit weight, and whether the 16-bit one was written to since."""
+"""State of a swapped linear layer: its format, its 8-bit weight, and changes of the 16-bit weight."""
 
 from __future__ import annotations
 
@@ -13,22 +13,20 @@ from torch import nn
 from sage_kernels import QuantizedRows, quantize_weight
 from sage_kernels.compat import SEES_DISPATCH, are_ordinary, is_traced
 
-from ...inference_mode import counts_writes
-from ...patching.owner import Owner
+from ...patching.patched import Owner
 from ...reporting.event_counter import EventCounter
+from ...torch_modes import counts_writes
 from ...unsupported import UnsupportedLinearError
-from ..compiled.compiled_parts import has_compiled_parts
-from .captured import is_captured
-from .layers import WEIGHT_ONLY
+from .fingerprints import checksum, sample_of
+from .layers import WEIGHT_ONLY, has_compiled_parts
 from .replays import Replays
-from .samples import sample_of
-from .storage import Storage
+from .storage import Storage, is_captured
 
 
 logger = logging.getLogger("sage_processors")
 
 CALLED = "called"
-# Slots of a layer's counter: 8-bit calls, then the reasons for exact ones.
+# Slots of a layer's counter: calls in 8 bit, then reasons for calls in 16 bit.
 EVENTS = (
     CALLED,
     "training",
@@ -46,9 +44,9 @@ EVENTS = (
 )
 _EVENT = {name: i for i, name in enumerate(EVENTS)}
 SHORT = _EVENT["short"]
-CHOSEN = ("empty", "short")  # nothing is lost by these
-# Multiply-adds of a call on a GPU below which the 16-bit layer is called: what 8 bit saves there on the GPU is less
-# than what they take on the host (SDXL: kernels/NOTES.md). Not while a CUDA graph is captured, which has no host.
+CHOSEN = ("empty", "short")  # reasons that cost no speed: neither logged nor an error
+# Calls on a GPU with fewer multiply-adds run in 16 bit: 8 bit would save less time on the GPU than it takes on the
+# host (SDXL: kernels/NOTES.md). Calls that a CUDA graph captures take no time on the host and are not short.
 LEAST_WORK = 2**35
 REMEDIES = {
     "training": "the module is in training mode: call model.eval()",
@@ -60,29 +58,19 @@ REMEDIES = {
     "short": "too little work for 8 bit to pay: Linears(min_features=1024) runs it in 8 bit all the same",
 }
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-# What diffusers' casting by layer keeps weights in between calls, which 16 bit hold exactly
+# Dtypes in which diffusers' layerwise casting stores weights between calls. bf16 holds their numbers exactly.
 AT_REST = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 _logged: set[tuple[str, str]] = set()
 
 
-def checksum(weight: torch.Tensor) -> tuple[int, int]:
-    """Two numbers that change with any of the weight's bits, and with their places. Syncs."""
-    size = weight.element_size()
-    bits = weight.detach().contiguous().view({1: torch.int8, 2: torch.int16, 4: torch.int32}[size])
-    rows, columns = bits.sum(1, dtype=torch.int64), bits.sum(0, dtype=torch.int64)
-    place = torch.arange(1, max(bits.shape) + 1, device=weight.device)
-    found = torch.stack([(rows * place[: len(rows)]).sum(), (columns * place[: len(columns)]).sum()])
-    return tuple(found.tolist())
-
-
 def in_16_bit(x: torch.Tensor) -> torch.Tensor:
-    """What casting by layer makes of a parameter at rest; any other one as it is."""
+    """Return a parameter that layerwise casting stores in FP8 as bf16; any other one as it is."""
     return x.to(torch.bfloat16) if x.dtype in AT_REST else x
 
 
 def is_timed(device: torch.device) -> bool:
-    """Whether anybody cares how long a call takes there. On a CPU everything runs in 8 bit, to look at numbers."""
+    """Return True if speed matters on a device. A CPU runs short calls in 8 bit too, to check numbers."""
     return device.type != "cpu"
 
 
@@ -90,15 +78,21 @@ NOT_COPIED = ("lock", "replays")
 
 
 class Shared:
-    """What the linear layers of one model have in common.
+    """State that all swapped linear layers of one model share.
 
-    Attributes: least_work: multiply-adds of a call on a GPU that is worth 8 bit. was_called: a layer was, from Python,
-        since the last forward of the model began. had_work: one was that did not find its call short. all_short: no
-        call of this forward has work for 8 bit (short_forwards.py). is_taken_in: code around the model was compiled
-        with it, and runs no hook. forwards: of the model, so far. lock: held while a
-        weight in 8 bit is made, laid out anew or taken for a call: forwards of several threads may do so at once.
-        Nobody takes a lock of attention's meanwhile. replays: of CUDA graphs of the whole model. owner: of the swap
-        that will take its layers out; one who is not there in a copy.
+    A call is short if it has too little work for 8 bit to pay.
+
+    Attributes:
+        least_work: calls on a GPU with fewer multiply-adds are short.
+        was_called: a layer was called from Python since the latest forward of the model began.
+        had_work: one of these calls was not short.
+        all_short: all calls of this forward are known to be short (short_forwards.py).
+        is_taken_in: the model was compiled as a part of code around it, in which its hooks do not run.
+        forwards: number of forwards of the model so far.
+        lock: held while an 8-bit weight is made, put into another order or read by a call, as several threads may
+            run forwards. No lock of attention is taken meanwhile.
+        replays: Replays, of CUDA graphs of the whole model.
+        owner: Owner of the swap that will undo this; in a copy, one that is gone.
     """
 
     def __init__(self, least_work: int = 0, model: nn.Module | None = None, owner: Owner | None = None):
@@ -109,53 +103,51 @@ class Shared:
         self.lock = threading.RLock()
         self.replays = Replays()
 
-    def __getstate__(self) -> dict[str, Any]:  # the layers of a copy learn whose they are when its forward begins
+    def __getstate__(self) -> dict[str, Any]:  # a copy's layers learn their model when its first forward begins
         kept = {name: value for name, value in self.__dict__.items() if name not in NOT_COPIED}
         return kept | {"_model": _nothing, "all_short": False}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__ |= state | {"lock": threading.RLock(), "replays": Replays()}
 
-    def look_anew(self, copied: nn.Module | None = None) -> None:
-        """A forward of the model, or of its copy, begins."""
+    def begin_forward(self, copied: nn.Module | None = None) -> None:
+        """Note that a forward of the model begins. copied: the model, if it is a copy of a swapped one."""
         if copied is not None and self._model() is not copied:
             self._model = weakref.ref(copied)
-        model = self._model()  # a layer alone is a part of what calls it
+        model = self._model()  # a layer that was swapped alone is a part of what calls it
         if model is not None and "_sage_linear" not in model.__dict__:
             self.replays.begin(_device_of(model), is_captured())
         self.forwards += 1
 
     @property
     def has_compiled_parts(self) -> bool:
-        """True if a part of the model is compiled by itself: calls of its layers are not made from Python."""
+        """True if a part of the model is compiled by itself, so that its layers are not called from Python."""
         model = self._model()
         return model is not None and has_compiled_parts(model)
 
 
 class LinearState:
-    """Of one swapped linear layer.
+    """State of one swapped linear layer.
 
     Attributes:
         label: its name in the report. format: "int8", "fp8" or layers.WEIGHT_ONLY.
         on_unsupported: "fallback" or "raise".
         shared: Shared.
         events: EventCounter of EVENTS.
-        storage, index: where its 8-bit weight is.
-        bias: the bias [N] as the latest call found it, or None: offloading takes the module's own away, and casting
-            by layer casts it, before a result that waits is computed.
-        run: qkv.Run, where it is multiplied together with others of the same input; None alone.
-        balance: balance.Balance of its input's channels, shared with layers that read the same; None where there is
-            nothing to balance. is_balanced: that was decided.
-        neighbours: balance.Neighbours, which decide; None in a copy.
-        version: how often its 8-bit weight was made.
-        touched: the 16-bit weight was handed out since it was last compared, or gradients were wanted, and it may have
-            been written to in ways that no counter of PyTorch's tells: through `.data`, or by a fused optimizer.
-            bias_touched: the bias was.
+        storage, index: Storage of its 8-bit weight, and its place in there.
+        bias: copy of the bias [N] at the latest call, or None. Offloading removes the module's own bias, or layerwise
+            casting casts it, before a postponed result is computed.
+        run: qkv.Run of the layers that are multiplied together with this one; None if it is alone.
+        balance: balance.Balance of its input, shared by all layers that read this; None if it has no outliers.
+        is_balanced: the balance was decided. neighbours: balance.Neighbours that decide it; None in a copy.
+        version: number of times that its 8-bit weight was made.
+        touched: the 16-bit weight was handed out since it was last compared, or gradients were enabled. Then it may
+            have changed without a counted write: through `.data`, or by a fused optimizer. bias_touched: of the bias.
         dropped: the 16-bit weight is gone.
         failed: its weight can't be quantised.
-        short_below: calls with so many numbers or more are worth 8 bit; 0: all are.
+        short_below: calls with fewer numbers in their input are short; 0 if no call is.
         is_short_compiled: a compiled call was short.
-        is_resting: it runs in 16 bit for now, and nobody counts that: what others do is measured.
+        is_resting: it runs in 16 bit for now, without counting that, while others are measured (calibration).
         probe: probe.LinearProbe that compares it with the 16-bit layer, or None.
     """
 
@@ -181,26 +173,28 @@ class LinearState:
         self._bias: Any = _nothing
         self._bias_version: int | None = None
 
-    def __getstate__(self):  # weak references are no state
+    def __getstate__(self):  # weak references can't be copied
         return self.__dict__ | {"_weight": _nothing, "_bias": _nothing, "neighbours": None, "probe": None}
 
     @property
     def is_weight_only(self) -> bool:
-        """Whether its activation stays as it is."""
+        """True if only the weight is in 8 bit, and the activation in 16."""
         return self.format == WEIGHT_ONLY
 
     @property
     def is_filled(self) -> bool:
-        """Whether the 8-bit weight is there."""
+        """True if the layer has an 8-bit weight."""
         return self.storage.filled[self.index]
 
     def is_fresh(self, weight) -> bool:
-        """True if nothing speaks for a weight that was written to or exchanged since it was quantised."""
+        """Return True unless the weight may have been written to or exchanged since it was quantised."""
         return not self.touched and _is_same(weight, self._weight, self._weight_version)
 
     def samples(self, module) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Numbers of the weight as they are, and as they were when it was compared; None where something else tells
-        whether it was written to."""
+        """Return samples of the weight: now, and when it was last compared.
+
+        Returns None if there is nothing to compare, or if the weight is going to be compared anyway.
+        """
         weight = module._parameters.get("weight")
         if self.sample is None or self.dropped or self.failed or weight is None or not self.is_fresh(weight):
             return None
@@ -210,7 +204,7 @@ class LinearState:
         return weight is not self._weight() or _version(weight) != self._weight_version
 
     def is_ready(self, module, device: torch.device) -> bool:
-        """Whether a call there needs nothing made first."""
+        """Return True if a call on this device has nothing to make or move first: weight, balance or bias."""
         weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
         at_hand = self.is_filled and not self.failed and self.storage.device == device
         is_balanced = self.balance is None or self.balance.vector.device == device
@@ -218,7 +212,10 @@ class LinearState:
         return at_hand and is_balanced and has_bias and (self.dropped or self.is_fresh(weight))
 
     def prepare(self, module) -> bool:
-        """Have the 8-bit weight be that of the 16-bit one; whether there is one. Syncs where it looks at numbers."""
+        """Make the 8-bit weight and the bias, unless they are up to date. Return True if the layer has them.
+
+        Syncs if it has to read the numbers of the weight.
+        """
         weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
         is_fresh = weight is not None and self.is_fresh(weight)
         if is_fresh and bias is self.bias is None:
@@ -235,7 +232,7 @@ class LinearState:
                 return self.is_filled and not self.failed
             if weight.shape != (module.out_features, module.in_features):
                 return False
-            if _is_recorded(weight.device):  # whoever records has run it before, and only looked at it since
+            if _is_recorded(weight.device):  # no numbers to compare: a weight that was only handed out is as it was
                 if not self.is_filled or self._is_another(weight):
                     return False
             else:
@@ -264,11 +261,11 @@ class LinearState:
         self._bias, self._bias_version, self.bias_touched = weakref.ref(bias), _version(bias), False
 
     def _compare(self, weight) -> None:
-        self._weight = _nothing  # a weak reference would keep it from getting a counter of writes
+        self._weight = _nothing  # PyTorch can't give a tensor with weak references a counter of writes
         counts_writes(weight)
         with torch.inference_mode(False), torch.no_grad():
             is_slow = weight.device.type == "cpu" and weight.numel() >= 2**20 and torch.cuda.is_available()
-            near = weight.detach().cuda() if is_slow else weight  # on a CPU a model takes minutes
+            near = weight.detach().cuda() if is_slow else weight  # a whole model would take minutes on a CPU
             known = checksum(near)
             if known != self._checksum or not (self.is_filled or self.failed):
                 self._quantize(near, weight.device)
@@ -277,11 +274,11 @@ class LinearState:
         self.touched = False
 
     def let_go(self) -> None:
-        """Have no weak references to the weight and the bias: PyTorch exchanges no tensors that have any."""
+        """Drop the weak references to weight and bias: PyTorch can't swap tensors that have any."""
         self._weight = self._bias = _nothing
 
     def may_be_trained(self, module) -> None:
-        """Gradients were wanted: an optimizer's step may follow, which need not count its writes."""
+        """Doubt weight and bias if they take gradients: an optimizer may write to them without counting."""
         weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
         self.touched = self.touched or (weight is not None and weight.requires_grad)
         self.bias_touched = self.bias_touched or (bias is not None and bias.requires_grad)
@@ -290,7 +287,7 @@ class LinearState:
         self.keep(self.rows_from(weight, None if self.balance is None else self.balance.vector), device)
 
     def rows_from(self, weight, balance) -> QuantizedRows | None:
-        """What the weight is in 8 bit, with its columns divided by `balance`; None where it can't be."""
+        """Quantise a weight [N, K] divided by balance [K]. Returns None, and logs why, if that is impossible."""
         try:
             balance = None if balance is None else balance.to(weight.device)
             format = "int8" if self.is_weight_only else self.format
@@ -300,17 +297,17 @@ class LinearState:
             return None
 
     def keep(self, rows: QuantizedRows | None, device) -> None:
-        """Take what `rows_from` gave."""
+        """Store the 8-bit weight that `rows_from` returned, on `device`. None: the weight can't be quantised."""
         self.version += 1
         self.failed = rows is None
         if rows is not None:
             self.storage.write(self.index, QuantizedRows(*(part.to(device) for part in rows)))
 
     def find_short(self) -> None:
-        """Find `short_below` anew: the layer has others beside it now, or no longer, or was dropped.
+        """Compute `short_below`, which depends on joined layers and on a dropped weight.
 
-        Of what is named side by side all columns count, whether it turns out to have one input or not: the first call
-        would be in 8 bit and later ones in 16.
+        The columns of all joined projections count, even if they turn out to have different inputs: else the first
+        call would run in 8 bit and later ones in 16.
         """
         storage = self.storage
         columns = storage.starts[-1] if storage.is_joined else storage.modules[self.index].out_features
@@ -318,7 +315,7 @@ class LinearState:
         self.short_below = -(-self.shared.least_work // columns) if has_16_bit else 0
 
     def leave_storage(self) -> None:
-        """All of the modules that share a matrix get one of their own."""
+        """Give each module that shares this layer's storage a storage of its own."""
         shared = self.storage
         if len(shared.modules) == 1:
             return
@@ -332,8 +329,8 @@ class LinearState:
             if part is not None:
                 state.storage.write(0, QuantizedRows(*part))
 
-    def stay_exact(self, reason: str) -> None:
-        """Count a call in 16 bit; or raise with on_unsupported="raise"."""
+    def count_in_16_bit(self, reason: str) -> None:
+        """Count a call in 16 bit; raise instead with on_unsupported="raise"."""
         if self.on_unsupported == "raise" and reason not in CHOSEN:
             raise UnsupportedLinearError(self.label, reason, REMEDIES.get(reason, ""))
         self.events.add(_EVENT.get(reason, _EVENT["other"]))
@@ -346,30 +343,33 @@ class LinearState:
 
 
 def _device_of(model: Any) -> torch.device:
-    """Where the model runs, if one GPU holds it; parameters that are offloaded may be nowhere."""
+    """Return the device of the model's first parameter that is not on the meta device, else the CPU."""
     return next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
 
 
 def _is_recorded(device: torch.device) -> bool:
-    """True while a CUDA graph is captured, or torch.jit.trace records operations: with the weights as they are."""
+    """Return True while a CUDA graph or torch.jit.trace records operations on the weights as they are."""
     return is_traced() or is_captured(device)
 
 
 def _nothing():
-    """A weak reference to nothing."""
+    """Stands for a weak reference to an object that is gone."""
 
 
 def _is_wrapped(parameter, known) -> bool:
-    """Whether it is another one than `known` refers to, of a transform of torch.func: nobody may keep its numbers."""
+    """Return True for a parameter that a transform of torch.func wraps. Its numbers must not be kept.
+
+    known: weak reference to the parameter that was seen last, which is none.
+    """
     if parameter is None or parameter is known() or parameter.is_meta:
         return False
     return SEES_DISPATCH and not are_ordinary((parameter,))
 
 
 def _is_same(parameter, known, version: int | None) -> bool:
-    """True if a parameter is the object that `known` refers to, and nothing speaks for a write since that version.
+    """Return True if a parameter is the one that `known` refers to, unchanged since `version`.
 
-    An optimizer may write to one with a gradient before the next call.
+    A parameter with a gradient may have changed: an optimizer may write to it before the next call.
     """
     return (
         parameter is known()

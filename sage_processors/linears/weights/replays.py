@@ -1,6 +1,7 @@
-"""How often CUDA graphs make the calls of linear layers again: each graph adds one to a number on the GPU.
+"""Counts the calls of linear layers in replays of CUDA graphs.
 
-A layer that counted its own replays would cost a launch, which a small one does not gain.
+Each graph adds one to a number on the GPU. A counter for each layer would cost a launch each, more than a small layer
+gains.
 """
 
 from __future__ import annotations
@@ -10,40 +11,40 @@ import threading
 import torch
 
 from ...reporting.event_counter import EventCounter
-from .captured import is_captured
+from .storage import is_captured
 
 
-MOST_KINDS = 64  # of forwards on one GPU, by what layers did; of others the captured one alone is counted
-Calls = tuple[tuple[EventCounter, int, int], ...]  # counter of a layer, event, how often
+MOST_KINDS = 64  # kinds of forwards on one GPU, by the layers' calls; of further kinds only the capture is counted
+Calls = tuple[tuple[EventCounter, int, int], ...]  # (counter of a layer, event, number of calls)
 
 
 class Replays:
-    """Forwards of one model that CUDA graphs hold whole.
+    """Counters of the replays of CUDA graphs that contain whole forwards of one model.
 
-    Attributes: counters: of the model's layers.
+    Attributes: counters: of the model's linear layers.
     """
 
     def __init__(self) -> None:
         self.counters: list[EventCounter] = []
-        self._times: dict[torch.device, EventCounter] = {}  # of replays, an event a kind
+        self._times: dict[torch.device, EventCounter] = {}  # numbers of replays, one event for each kind
         self._kinds: dict[torch.device, list[Calls]] = {}
-        self._counted: dict[torch.device, list[int]] = {}  # of these replays
+        self._counted: dict[torch.device, list[int]] = {}  # replays that count() has added already
         self._running = threading.local()
 
     def begin(self, device: torch.device, captured: bool) -> None:
-        """A forward of the model begins in this thread; captured: a graph holds all of it."""
+        """Note that a forward of the model begins in this thread. captured: a CUDA graph contains all of it."""
         self._running.device, self._running.before = device, None
-        if not self.counters:  # of a copy, whose layers count for themselves
+        if not self.counters:  # in a copy of the model, whose layers count their own calls
             return
         if captured and device in self._times:
             self._running.before = [(counter, list(counter.eager)) for counter in self.counters]
-        elif device not in self._times and not captured:  # memory of a capture is that graph's alone
+        elif device not in self._times and not captured:  # a capture's memory is its graph's alone
             times = EventCounter(MOST_KINDS, device)
-            if type(times.traced) is torch.Tensor:  # not of a mode that makes tensors without numbers
+            if type(times.traced) is torch.Tensor:  # no fake tensor
                 self._times[device], self._kinds[device], self._counted[device] = times, [], [0] * MOST_KINDS
 
     def end(self) -> None:
-        """That forward is over."""
+        """Note that the forward of `begin` is over."""
         before, self._running.before = getattr(self._running, "before", None), None
         if before is None:
             return
@@ -61,11 +62,11 @@ class Replays:
                 return
             kinds.append(made)
         for counter, event, calls in made:
-            counter.add_eager(event, -calls)  # nothing ran yet
+            counter.add_eager(event, -calls)  # a capture runs nothing
         self._times[self._running.device].traced[kinds.index(made)].add_(1)
 
     def count(self) -> None:
-        """Add the calls of replays to the layers' counters. Syncs."""
+        """Add the calls of all replays since the last time to the layers' counters. Syncs."""
         if is_captured():
             return
         for device, times in self._times.items():

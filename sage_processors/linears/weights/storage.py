@@ -1,4 +1,4 @@
-"""The 8-bit weights of a linear layer, or of several that are multiplied as one matrix."""
+"""Storage of 8-bit weights: of one linear layer, or of several that are multiplied as one matrix."""
 
 from __future__ import annotations
 
@@ -9,23 +9,32 @@ import torch
 from sage_kernels import QuantizedRows
 from sage_kernels.compat import mark_static_address
 
-from .captured import is_captured
-
 
 CODES, SCALE = "_sage_codes", "_sage_scale"
 
 
+def is_captured(device: torch.device | None = None) -> bool:
+    """Return True while a CUDA graph is captured on a device; None stands for the current GPU.
+
+    A tensor that is made during the capture has no numbers before the first replay, and its sources are read again at
+    every replay: a source that nobody keeps is then somebody else's memory. So eager calls alone make what is kept for
+    later calls, such as a weight in another order of rows or a bias of several layers.
+    """
+    on_gpu = torch.cuda.is_initialized() if device is None else device.type == "cuda"
+    return on_gpu and torch.cuda.is_current_stream_capturing()
+
+
 class Storage:
-    """Codes and scales in buffers of one of the modules, so that they move with the model.
+    """8-bit codes and scales of one or several linear layers, in buffers that move with the model.
 
     Attributes:
-        modules: the linear layers, in their order in the matrix; buffers are on the first one.
-        in_turns: rows of two equal parts alternate, as the gated activations of `quantized_linear` want them: the
-            value's row 0, the gate's row 0, the value's row 1 … Of one module: its first half of rows is a part, and
-            the other one the other.
-        gate_first: of one module in turns: the first half is the gate.
-        filled: of each module, whether its rows are there.
-        is_fixed: a CUDA graph was captured that reads them: they stay where they are, in this order.
+        modules: the linear layers, in their order in the matrix. The first one has the buffers.
+        in_turns: rows of value and gate alternate, as the gated activations of `quantized_linear` need them: row 0 of
+            the value, row 0 of the gate, row 1 of the value … Value and gate are two modules of equal size, or the
+            two halves of the rows of one module.
+        gate_first: the first half of a single module in turns is the gate.
+        filled: for each module, if its rows are there.
+        is_fixed: a captured CUDA graph reads the buffers, so they stay in place and in this order.
     """
 
     def __init__(self, modules, *, in_turns: bool = False, gate_first: bool = False):
@@ -35,22 +44,22 @@ class Storage:
         for module in self.modules:
             self.starts.append(self.starts[-1] + module.out_features)
         self.is_fixed = False
-        self._biases: tuple = ((), ())  # what _bias was made of, and the versions that it had
+        self._biases: tuple = ((), ())  # sources of _bias, and their versions
         self._bias: Any = None
 
     @property
     def is_joined(self) -> bool:
-        """Whether it holds what an attention module names side by side (qkv.TOGETHER), for one matmul."""
+        """True for several projections of an attention module that are one matmul (qkv.TOGETHER)."""
         return len(self.modules) > 1 and not self.in_turns
 
     @property
     def all_rows(self) -> QuantizedRows:
-        """Codes [N, K] and scale [N] of the whole matrix."""
+        """The codes [N, K] and scales [N] of the whole matrix."""
         buffers = self.modules[0]._buffers
         return QuantizedRows(buffers[CODES], buffers[SCALE])
 
     def rows_of(self, first: int, last: int) -> QuantizedRows:
-        """Codes and scale of the modules first … last, as views; of one in turns with itself: as they lie."""
+        """Return views of the codes and scales of modules first … last. A lone module's stay in turns."""
         codes, scale = self.all_rows
         if len(self.modules) == 1:
             return QuantizedRows(codes, scale)
@@ -60,7 +69,10 @@ class Storage:
         return QuantizedRows(codes[start:stop], scale[start:stop])
 
     def write(self, index: int, rows: QuantizedRows) -> None:
-        """Keep the 8-bit weight of one module, in the tensors that are there where it fits: graphs may read them."""
+        """Store the 8-bit weight of one module, given in the order of its own rows.
+
+        It is copied into the existing buffers if it fits, as captured CUDA graphs may read these.
+        """
         home = self.modules[0]
         if len(self.modules) == 1:
             rows = QuantizedRows(*(self.turned(part) for part in rows)) if self.in_turns else rows
@@ -79,17 +91,17 @@ class Storage:
         return torch.stack(parts, 1).flatten(0, 1) if self.in_turns else torch.cat(parts)
 
     def turned(self, rows: torch.Tensor) -> torch.Tensor:
-        """[N, ...] of one module, its two halves in turns, value first."""
+        """Return rows [N, ...] of one module in turns, value first."""
         halves = bits_of(rows).chunk(2)
         return torch.stack(halves[::-1] if self.gate_first else halves, 1).flatten(0, 1).view(rows.dtype)
 
     def turned_back(self, columns: torch.Tensor) -> torch.Tensor:
-        """[..., N], columns in turns, as the module itself gives them."""
+        """Return columns [..., N] that are in turns in the module's own order."""
         halves = columns.unflatten(-1, (-1, 2)).unbind(-1)
         return torch.cat(halves[::-1] if self.gate_first else halves, -1)
 
     def plain_rows(self, index: int) -> QuantizedRows:
-        """Codes [N, K] and scale [N] of one module in the order of its own weight, in memory of their own."""
+        """Return copies of the codes [N, K] and scales [N] of one module, in its own order of rows."""
         rows = self.rows_of(index, index)
         if len(self.modules) > 1 or not self.in_turns:
             return QuantizedRows(*(part.clone(memory_format=torch.contiguous_format) for part in rows))
@@ -98,29 +110,32 @@ class Storage:
 
     @property
     def device(self) -> torch.device | None:
-        """Where the weights are; None: there are none yet."""
+        """The device of the 8-bit weights, or None if there are none yet."""
         codes = self.modules[0]._buffers.get(CODES)
         return None if codes is None else codes.device
 
     def move(self, device: torch.device) -> None:
-        """To where a call is."""
+        """Move the weights to the device of a call."""
         for name in (CODES, SCALE):
             put_buffer(self.modules[0], name, self.modules[0]._buffers[name].to(device))
 
     def clear(self) -> None:
-        """Forget the weights."""
+        """Remove the weights and their buffers."""
         self._biases, self._bias = ((), ()), None
         self.filled = [False] * len(self.modules)
         for module in self.modules:
             for name in (CODES, SCALE):
                 module._buffers.pop(name, None)
                 module._non_persistent_buffers_set.discard(name)
-                hook = module.__dict__.get("_hf_hook")  # accelerate's, which wants to put back what it saw
+                hook = module.__dict__.get("_hf_hook")  # accelerate's hook would move the buffers that it saw back
                 for one in (hook, *getattr(hook, "hooks", ())):
                     getattr(one, "original_devices", {}).pop(name, None)
 
     def bias(self, first: int, last: int) -> torch.Tensor | None:
-        """The biases [N] of the modules first … last, in the order of `rows_of`; zeros where a module has none."""
+        """Return the bias [N] of the modules first … last, in the order of `rows_of`.
+
+        It is zero for a module without one. Returns None if none of them has one.
+        """
         modules = self.modules[first : last + 1]
         own = tuple(module._sage_linear.bias for module in modules)
         if all(bias is None for bias in own):
@@ -141,7 +156,10 @@ class Storage:
         return self._bias
 
     def renewed(self, old: torch.Tensor | None, new: torch.Tensor) -> torch.Tensor:
-        """What stands where `old` did: `new`, or, while a CUDA graph may read the old one, that with its numbers."""
+        """Return the tensor that takes the place of `old`: `new`, or `old` with the numbers of `new`.
+
+        The latter if a captured CUDA graph may read `old`, and both have the same shape, dtype and device.
+        """
         if (
             self.is_fixed
             and old is not None
@@ -156,17 +174,17 @@ class Storage:
 
 
 def bits_of(x: torch.Tensor) -> torch.Tensor:
-    """FP8 as bytes: few operations take it as it is."""
+    """View FP8 as bytes, since few operations take FP8; return any other tensor as it is."""
     return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
 
 
 def put_buffer(module, name: str, tensor) -> None:
-    """A buffer that no file of the model holds."""
+    """Give a module a non-persistent buffer, which no checkpoint contains."""
     module._buffers[name] = in_place(tensor)
     module._non_persistent_buffers_set.add(name)
 
 
 def in_place(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, known to stay where it is: CUDA graphs would copy it at every replay."""
+    """Return the tensor, marked as static: else CUDA graphs of torch.compile copy it at every replay."""
     mark_static_address(tensor, guard=False)
     return tensor

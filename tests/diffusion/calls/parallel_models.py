@@ -20,7 +20,7 @@ from diffusers.models import attention_dispatch
 import sage_kernels
 import sage_processors as sp
 from sage_kernels.testing import exact_attention, make_qkv, sqnr_db
-from sage_processors.diffusion.calls.context_parallel import bytes_as_they_are, run_with_codes
+from sage_processors.diffusion.calls.context_parallel import run_with_codes, unquantised_bytes
 from sage_processors.diffusion.host.discovery import attention_modules
 from tests.diffusion.calls.context_parallel import parallel_config
 from tests.diffusion.test_apply_pipelines import flux_pipe
@@ -108,7 +108,7 @@ def exchanged(parallel, rank: int, device: str) -> dict:
             row[name] = sqnr_db(out, wanted)
     assert sum(sent) == 2 * reported
     alone = sage_kernels.sage_attention(*whole).chunk(2, 1)[rank]
-    return row | {"alone": sqnr_db(alone, wanted), "share": reported / bytes_as_they_are(call, parallel)}
+    return row | {"alone": sqnr_db(alone, wanted), "share": reported / unquantised_bytes(call, parallel)}
 
 
 def trained(parallel, device: str) -> dict:

@@ -172,7 +172,7 @@ def test_a_fallback_is_logged_once_for_a_reason(caplog):
     for _ in range(2):
         both(*qkv(dtype=torch.float64))
     assert [r.message for r in caplog.records if "reason: dtype" in r.message] == [
-        "back end sage_int8 runs exact attention (reason: dtype); sage_processors.diffusers_backend_report() counts"
+        "back end sage_int8 runs without INT8 (reason: dtype); sage_processors.diffusers_backend_report() counts"
     ]
 
 
@@ -210,12 +210,12 @@ def test_exact_lse_with_masks_causality_and_rows_that_see_nothing():
 
 
 def test_exact_lse_is_the_same_in_parts(monkeypatch):
-    from sage_processors.diffusion.calls import exact_with_lse
+    from sage_processors.diffusion.calls import fallback
 
     q, k, v = qkv(dtype=torch.float64)
-    whole = exact_with_lse.exact_with_lse(q, k, v, None, True, None)
-    monkeypatch.setattr(exact_with_lse, "_SCORES", 2 * 4 * 48 * 7)  # 7 rows at a time
-    parts = exact_with_lse.exact_with_lse(q, k, v, None, True, None)
+    whole = fallback.attention_with_lse(q, k, v, None, True, None)
+    monkeypatch.setattr(fallback, "_SCORES", 2 * 4 * 48 * 7)  # 7 rows at a time
+    parts = fallback.attention_with_lse(q, k, v, None, True, None)
     assert all(torch.allclose(a, b, rtol=1e-12, atol=1e-12) for a, b in zip(whole, parts, strict=True))
 
 

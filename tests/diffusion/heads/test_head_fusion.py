@@ -16,7 +16,7 @@ from sage_kernels.compat import add_graph_pass
 from sage_kernels.testing import sqnr_db
 from sage_processors.diffusion.heads import rotary  # noqa: F401 - defines the op
 from sage_processors.diffusion.heads.head_fusion import OPS, fuse_heads
-from sage_processors.linears.compiled.graph_pass import fuse_in_compiled_code
+from sage_processors.linears.compiled.graph_fusion import fuse_in_compiled_code
 from tests.support.inductor import passes_alone
 from tests.support.tiny_models import MODELS
 

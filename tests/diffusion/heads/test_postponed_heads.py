@@ -98,14 +98,14 @@ def test_queries_and_keys_are_the_models_own_to_the_last_rounding(monkeypatch):
 
     model, inputs = built("flux")
     seen = []
-    made_ready = processors.made_ready
+    compute_heads = processors.compute_heads
 
     def compare(query, key):
-        made = made_ready(query, key)
+        made = compute_heads(query, key)
         seen.extend(zip(made, (query.value(), key.value()), strict=True))
         return made
 
-    monkeypatch.setattr(processors, "made_ready", compare)
+    monkeypatch.setattr(processors, "compute_heads", compare)
     with sp.apply(model, config()):
         model(**inputs)
         model(**inputs)

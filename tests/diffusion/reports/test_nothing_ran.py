@@ -55,7 +55,7 @@ def test_P28_a_model_in_which_no_layer_can_run_is_a_warning_at_once(why, caplog)
     elif why == "float64":
         model.double()
     else:
-        words = "heads of 512 channels, at most 256 are possible"
+        words = "head_dim 512, at most 256 is possible"
         for name, module in model.named_modules():
             if name.endswith(".attn"):
                 module.head_dim = 512

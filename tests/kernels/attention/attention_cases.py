@@ -58,7 +58,7 @@ class Attend:
 
         patch.setattr(launch_attention, "device_tile", recorded)
         # a call that is made again has its tile from the first one, perhaps of a test that chose another
-        patch.setattr(sage_kernels.ops.attention, "_make_again", lambda *_, **__: (None, None))
+        patch.setattr(sage_kernels.ops.attention, "_try_replay", lambda *_, **__: (None, None))
         if tier == "interpreter":
             patch.setattr(sage_kernels.reference, "ref_attention", launch)
 

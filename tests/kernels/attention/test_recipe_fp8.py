@@ -376,7 +376,7 @@ def test_maxima_that_are_kept_first_change_nothing_and_lie_in_one_place(fp8):
     # whatever the state keeps already
     assert [x.numel() for x in state.keeping(state.row_max, known=False)[-2:]] == [0, state.row_max.numel()]
     assert [x.numel() for x in first.keeping(state.row_max, known=True)[-2:]] == [state.row_max.numel(), 0]
-    with pytest.raises(ValueError, match="state.row_max_next: got one beside state.row_max"):
+    with pytest.raises(ValueError, match="state.row_max_next: got elements beside those of state.row_max"):
         call(fp8, q, k, v, state=state._replace(row_max_next=state.row_max.clone()))
 
 

@@ -188,7 +188,7 @@ def test_E05_no_packed_call_waits_for_the_gpu(gpu):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shared", [False, True])
-def test_T05_a_packed_call_made_again_is_bit_equal(gpu, shared):
+def test_T05_a_replayed_packed_call_is_bit_equal(gpu, shared):
     """The second call of a kind is launched from what the first one wrote down; so is one of other lengths."""
     sage_kernels.ops.replay.forget()
     for seed, lengths in enumerate(((300, 0, 200), (1, 498, 1), (500, 0, 0))):
@@ -196,12 +196,12 @@ def test_T05_a_packed_call_made_again_is_bit_equal(gpu, shared):
         q, k, v = (x[:500] for x in inputs[:3])
         given = (q, k, v, inputs[3], inputs[3] if shared else inputs[4])
         out = sage_attention_varlen(*given, causal=True)
-        known = dict(sage_kernels.ops.replay.made)
+        known = dict(sage_kernels.ops.replay.replays)
         assert len(known) == 1  # remembered, and found again
         sage_kernels.ops.replay.forget()
         assert torch.equal(sage_attention_varlen(*given, causal=True), out)
-        sage_kernels.ops.replay.made.clear()
-        sage_kernels.ops.replay.made.update(known)
+        sage_kernels.ops.replay.replays.clear()
+        sage_kernels.ops.replay.replays.update(known)
 
 
 @pytest.mark.gpu

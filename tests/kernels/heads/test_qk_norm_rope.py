@@ -168,7 +168,7 @@ def test_opcheck_and_compiled_as_eager(device):
 
 
 @pytest.mark.gpu
-def test_a_call_made_again_reads_its_own_tensors():
+def test_a_replayed_call_reads_its_own_tensors():
     from sage_kernels.ops import replay
 
     replay.forget()
@@ -181,7 +181,7 @@ def test_a_call_made_again_reads_its_own_tensors():
         )
         for x, y in zip(got, expected, strict=True):
             torch.testing.assert_close(x.cpu(), y, rtol=2**-7, atol=2**-7)
-    assert any(key[0] == "heads" for key in replay.made), "no call was remembered"
+    assert any(key[0] == "heads" for key in replay.replays), "no call was remembered"
 
 
 Q = torch.randn(2, 4, 3, 16)

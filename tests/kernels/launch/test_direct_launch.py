@@ -207,7 +207,7 @@ def test_results_are_made_like_a_tensor_of_their_kind_only():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", ["qk_int8_pv_bf16", "qk_int8_pv_fp8"])
-def test_calls_made_again_are_launched_by_the_driver(recipe):
+def test_replayed_calls_are_launched_by_the_driver(recipe):
     """And give the same bits from another thread, whose context nobody has set, with buffers at other addresses."""
     from sage_kernels._triton.compat import cuda_driver
 
@@ -216,10 +216,10 @@ def test_calls_made_again_are_launched_by_the_driver(recipe):
     generator = torch.Generator("cuda").manual_seed(3)
     q, k, v = (torch.randn(1, 700, 4, 64, device="cuda", generator=generator).bfloat16() for _ in range(3))
     state = new_head_state(4, 64, "cuda")
-    before = set(replay.made)
+    before = set(replay.replays)
     first = sage_attention(q, k, v, state=state, recipe=recipe)
-    (key,) = set(replay.made) - before
-    assert all(step.direct is not None for step in replay.made[key].launches)
+    (key,) = set(replay.replays) - before
+    assert all(step.direct is not None for step in replay.replays[key].launches)
     results = [sage_attention(q, k, v, state=state, recipe=recipe)]
     in_the_way = torch.empty(3 << 20, device="cuda")  # the next buffers lie elsewhere
     thread = threading.Thread(target=lambda: results.append(sage_attention(q, k, v, state=state, recipe=recipe)))

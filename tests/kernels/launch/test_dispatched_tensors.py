@@ -232,7 +232,7 @@ def launch_append_kv_as(launch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("planned", [False, True])
-def test_L20_no_call_with_a_negative_bit_is_made_again(planned, qkv):
+def test_L20_no_call_with_a_negative_bit_is_replayed(planned, qkv):
     """After calls of the same layout that were: their guards and keys must tell them apart."""
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA GPU")
@@ -243,12 +243,12 @@ def test_L20_no_call_with_a_negative_bit_is_made_again(planned, qkv):
         return sage_attention(*inputs, **options)
 
     wanted = [run(*inputs) for _ in range(4)][-1]
-    known = len(replay.made)
+    known = len(replay.replays)
     for i in range(3):
         changed = list(inputs)
         changed[i] = negative(inputs[i])
         assert torch.equal(run(*changed), wanted), "qkv"[i]
-    assert known and len(replay.made) >= known
+    assert known and len(replay.replays) >= known
 
 
 def test_E20_a_derivative_is_refused_not_lost(qkv):
@@ -329,7 +329,7 @@ def test_E24_a_call_that_was_made_before_refuses_derivatives_too(device):
         sage_kernels.ops.replay.forget()
         for _ in range(3):
             call(x)
-        assert device == "cpu" or name == "attention" or sage_kernels.ops.replay.made, name
+        assert device == "cpu" or name == "attention" or sage_kernels.ops.replay.replays, name
         with pytest.raises(NotImplementedError, match=f"{name}: got a call under forward-mode"):
             torch.func.jvp(call, (x,), (x,))
 

@@ -116,7 +116,7 @@ print("all made again alike")
 
 
 @pytest.mark.slow("compiles every kernel")
-def test_a_call_made_again_launches_what_a_new_one_would(tmp_path):
+def test_a_replayed_call_launches_what_a_new_one_would(tmp_path):
     done = run(SCRIPT, tmp_path)
     assert done.stdout == "all made again alike\n", done.stderr[-3000:]
 
@@ -217,7 +217,7 @@ print("all made again alike")
         ),
     ],
 )
-def test_a_decoding_step_made_again_launches_what_a_new_one_would(kinds, tmp_path):
+def test_a_replayed_decoding_step_launches_what_a_new_one_would(kinds, tmp_path):
     done = run(f"CHOSEN = {kinds}\n{DECODE_SCRIPT}", tmp_path)
     assert done.stdout == "all made again alike\n", done.stderr[-3000:]
 
@@ -263,16 +263,16 @@ def test_calls_are_told_apart_by_options_and_all_tensors():
     calls = [(options, given) for options in ((1, int), (1.0, float)) for given in tensors]
     try:
         for number, (options, given) in enumerate(calls):
-            key, results = replay.make_again((options, *map(replay.layout_of, given)), given)
+            key, results = replay.replay_by_key((options, *map(replay.layout_of, given)), given)
             assert results is None
-            replay.made[key] = lambda *_, number=number: number
+            replay.replays[key] = lambda *_, number=number: number
         for _ in range(3):
             for number, (options, given) in enumerate(calls):
                 key = (options, *map(replay.layout_of, given))
-                assert replay.make_again(key, given) == (key, number)
+                assert replay.replay_by_key(key, given) == (key, number)
         key = ((1, int), *map(replay.layout_of, (x, y)))
-        assert replay.make_again(key, (x, y)) == (key, None)
-        assert replay.make_again(([], list), (x, x)) == (None, None)
+        assert replay.replay_by_key(key, (x, y)) == (key, None)
+        assert replay.replay_by_key(([], list), (x, x)) == (None, None)
     finally:
         replay.forget()
 
@@ -294,7 +294,7 @@ def as_tuple(results):
 @pytest.mark.parametrize(
     ("recipe", "planned"), [(r.name, p) for r in RECIPES.values() for p in (False, True) if not (p and r.plain)]
 )
-def test_calls_made_again_give_the_same_bits(options, recipe, planned, monkeypatch):
+def test_replayed_calls_give_the_same_bits(options, recipe, planned, monkeypatch):
     replay.forget()
     from sage_kernels._triton.launch.replay import Replay
 
@@ -303,7 +303,7 @@ def test_calls_made_again_give_the_same_bits(options, recipe, planned, monkeypat
     for seed in (0, 1):
         replay.forget()
         new.append(sage_attention(*inputs(seed), recipe=recipe, state=states[seed], **options))
-    assert len(replay.made) == 1
+    assert len(replay.replays) == 1
     again, calls = Replay.__call__, []
     monkeypatch.setattr(Replay, "__call__", lambda *arguments: calls.append(1) or again(*arguments))
     for seed in (0, 1, 0):  # found by its key, by what was found before, and once more
@@ -325,7 +325,7 @@ def test_a_known_call_still_meets_its_checks():
     state = new_head_state(4, 64, "cuda")
     out = sage_attention(q, k, v, state=state)
     sage_attention(q, k, v, state=state)
-    assert len(replay.made) == 1
+    assert len(replay.replays) == 1
     with pytest.raises(NotImplementedError):
         sage_attention(q.requires_grad_(), k, v, state=state)
     q.requires_grad_(False)
@@ -341,7 +341,7 @@ def test_a_known_call_still_meets_its_checks():
 
 
 @pytest.mark.gpu
-def test_a_call_made_again_is_captured_and_runs_on_the_current_stream():
+def test_a_replayed_call_is_captured_and_runs_on_the_current_stream():
     replay.forget()
     q, k, v = inputs(0)
     other = inputs(1)
@@ -393,7 +393,7 @@ def test_a_growing_cache_is_decoded_again_with_the_same_bits():
     fresh = decode_all(one, forget=True)
     replay.forget()
     again = decode_all(two, forget=False)
-    kinds = sorted(key[0] for key in replay.made)
+    kinds = sorted(key[0] for key in replay.replays)
     assert kinds == ["append", "append", "decode"]  # the prompt, one token, and all steps of attention
     assert all(torch.equal(a, b) for pair in zip(fresh, again, strict=True) for a, b in zip(*pair, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))

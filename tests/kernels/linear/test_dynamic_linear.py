@@ -152,12 +152,12 @@ def calls():
 def test_calls_that_differ_in_anything_have_other_keys(monkeypatch):
     seen = []
 
-    def make_again(op, given, options, dispatched=False):
+    def no_replay(op, given, options, dispatched=False):
         seen.append(replay.key_of(op, given, options))
         return None, None
 
     for module in ("linear", "linear_dynamic"):
-        monkeypatch.setattr(f"sage_kernels.{module}.made_before", make_again)
+        monkeypatch.setattr(f"sage_kernels.{module}.try_replay", no_replay)
     number = sum(1 for _ in calls())
     for _ in range(2):
         for _, call in calls():
@@ -203,7 +203,7 @@ print("made again alike")
 """
 
 
-def test_a_call_made_again_launches_what_a_new_one_would(tmp_path):
+def test_a_replayed_call_launches_what_a_new_one_would(tmp_path):
     pytest.importorskip("triton", reason="triton is not installed")
     done = recording_driver.run(SCRIPT, tmp_path)
     assert done.stdout == "made again alike\n", done.stderr[-3000:]
@@ -212,12 +212,12 @@ def test_a_call_made_again_launches_what_a_new_one_would(tmp_path):
 @pytest.mark.gpu
 @pytest.mark.parametrize("through_op", [False, True])
 @pytest.mark.parametrize("format", FORMATS)
-def test_calls_made_again_read_new_numbers_and_meet_their_checks(format, through_op, monkeypatch):
+def test_replayed_calls_read_new_numbers_and_meet_their_checks(format, through_op, monkeypatch):
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA GPU")
     skip_without_fp8("cuda", format)
     if through_op:  # as compiled code calls it
-        monkeypatch.setattr("sage_kernels.ops.linear_dynamic.made_before", lambda *_: (None, None))
+        monkeypatch.setattr("sage_kernels.ops.linear_dynamic.try_replay", lambda *_: (None, None))
     weight = quantize_weight(normal(640, 1000, seed=8).cuda(), format=format)
     options = {"norm": "layer", "gain": normal(2, 1, 1000, seed=3).cuda(), "activation": "gelu"}
     replay.forget()
@@ -225,7 +225,7 @@ def test_calls_made_again_read_new_numbers_and_meet_their_checks(format, through
         x, residual = (normal(2, 333, n, seed=seed + n).cuda().bfloat16() for n in (1000, 640))
         given = options | {"residual": residual}
         assert torch.equal(dynamic_linear(x, weight, **given), in_two_calls(x, weight, given)), seed
-    known = [key[0] for key in replay.made]
+    known = [key[0] for key in replay.replays]
     assert ("op dynamic_linear" if through_op else "dynamic") in known
     for bad, error in (({"activation": "relu"}, ValueError), ({"bias": x[0, 0]}, ValueError)):
         with pytest.raises(error):

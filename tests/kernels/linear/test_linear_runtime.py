@@ -192,12 +192,12 @@ def keys_of(patch):
     """A list that grows by the key of each call, on any device."""
     seen = []
 
-    def make_again(op, given, options, dispatched=False):
+    def no_replay(op, given, options, dispatched=False):
         assert dispatched == op.startswith("op ")
         seen.append(replay.key_of(op, given, options))
         return None, None
 
-    patch.setattr(linear, "made_before", make_again)
+    patch.setattr(linear, "try_replay", no_replay)
     return seen
 
 
@@ -268,7 +268,7 @@ def on_gpu(device, call):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("calls", [ACTIVATION_CALLS, LINEAR_CALLS], ids=["activation", "linear"])
-def test_calls_made_again_give_the_same_bits(calls):
+def test_replayed_calls_give_the_same_bits(calls):
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA GPU")
 
@@ -283,7 +283,7 @@ def test_calls_made_again_give_the_same_bits(calls):
                 replay.forget()
             result = call()
             results.append(as_bits(result if isinstance(result, tuple) else (result,)))
-        return results, len(replay.made)
+        return results, len(replay.replays)
 
     fresh, _ = on_gpu("cuda", lambda: run(True))
     again, known = on_gpu("cuda", lambda: run(False))
@@ -394,7 +394,7 @@ print("all made again alike")
 """
 
 
-def test_a_call_made_again_launches_what_a_new_one_would(tmp_path):
+def test_a_replayed_call_launches_what_a_new_one_would(tmp_path):
     pytest.importorskip("triton", reason="triton is not installed")
     done = recording_driver.run(SCRIPT, tmp_path)
     assert done.stdout == "all made again alike\n", done.stderr[-3000:]
@@ -402,7 +402,7 @@ def test_a_call_made_again_launches_what_a_new_one_would(tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("format", FORMATS)
-def test_ops_that_compiled_code_calls_are_made_again_with_their_own_tensors(format):
+def test_ops_that_compiled_code_calls_are_replayed_with_their_own_tensors(format):
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA GPU")
     skip_without_fp8("cuda", format)
@@ -415,4 +415,4 @@ def test_ops_that_compiled_code_calls_are_made_again_with_their_own_tensors(form
         assert all(torch.equal(m.view(torch.uint8), n.view(torch.uint8)) for m, n in zip(a, b, strict=True))
         got = OPS.quantized_linear(*a, *weight, None, "gelu_tanh", None, residual, torch.bfloat16)
         assert torch.equal(got, quantized_linear(b, weight, activation="gelu_tanh", residual=residual))
-    assert {"op quantize_activation", "op quantized_linear"} <= {key[0] for key in replay.made}
+    assert {"op quantize_activation", "op quantized_linear"} <= {key[0] for key in replay.replays}

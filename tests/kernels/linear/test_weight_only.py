@@ -217,11 +217,11 @@ CALLS = {
 def test_calls_that_differ_in_anything_have_other_keys(monkeypatch):
     seen = []
 
-    def make_again(op, given, options, dispatched=False):
+    def no_replay(op, given, options, dispatched=False):
         seen.append(replay.key_of(op, given, options))
         return None, None
 
-    monkeypatch.setattr(linear, "made_before", make_again)
+    monkeypatch.setattr(linear, "try_replay", no_replay)
     for call in (*CALLS.values(), *CALLS.values()):
         call()
     number = len(CALLS)
@@ -231,16 +231,16 @@ def test_calls_that_differ_in_anything_have_other_keys(monkeypatch):
 
 
 @pytest.mark.gpu
-def test_calls_made_again_and_captured_give_the_same_bits():
+def test_replayed_calls_and_captured_give_the_same_bits():
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA GPU")
     replay.forget()
     x, w, bias = given(3, "cuda", torch.bfloat16)
     first = weight_only_linear(x, w, bias)
-    assert len(replay.made) == 1
+    assert len(replay.replays) == 1
     assert all(torch.equal(weight_only_linear(x, w, bias), first) for _ in range(3))
     op = torch.ops.sage_kernels.weight_only_linear
-    assert all(torch.equal(op(x, *w, bias), first) for _ in range(3)) and len(replay.made) == 2
+    assert all(torch.equal(op(x, *w, bias), first) for _ in range(3)) and len(replay.replays) == 2
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.graph(graph, stream=stream):
@@ -281,6 +281,6 @@ print("made again alike")
 
 
 @pytest.mark.slow("a process; that of test_linear_runtime launches it, too")
-def test_a_call_made_again_launches_what_a_new_one_would(tmp_path):
+def test_a_replayed_call_launches_what_a_new_one_would(tmp_path):
     done = recording_driver.run(SCRIPT, tmp_path)
     assert done.stdout == "made again alike\n", done.stderr[-3000:]

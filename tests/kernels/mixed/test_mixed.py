@@ -20,8 +20,7 @@ from sage_kernels.facts.block_budget import (
 from sage_kernels.facts.recipe import BASES, BLOCK, FP4_GROUPS, SELECTORS
 from sage_kernels.reference import ref_mixed_attention
 from sage_kernels.reference.mixed import ref_block_scores
-from sage_kernels.testing import exact_attention, make_qkv, relative_l1, relative_l2
-from sage_kernels.testing_blocks import make_blocks
+from sage_kernels.testing import exact_attention, make_blocks, make_qkv, relative_l1, relative_l2
 from tests.kernels.mixed.mixed_cases import assert_as_reference, launch
 
 

@@ -15,8 +15,7 @@ from torch import nn
 import sage_processors as sp
 from sage_kernels.compat import add_graph_pass
 from sage_processors.linears.compiled.graph_edits import is_call, is_own, written_by
-from sage_processors.linears.compiled.graph_fusion import fuse
-from sage_processors.linears.compiled.graph_pass import fuse_in_compiled_code
+from sage_processors.linears.compiled.graph_fusion import fuse, fuse_in_compiled_code
 from tests.linears.counting import OpCounter, ops_of, relative_error
 from tests.support.inductor import passes_alone
 from tests.support.tiny_models import MODELS

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import sage_processors as sp
-from sage_processors.linears.postponed.errors import ChangedInputError
+from sage_processors.postponed.tensor import ChangedInputError
 
 
 EXCHANGED = "weight of {}: got one that was exchanged"

@@ -216,7 +216,8 @@ def test_weights_that_are_not_finite_keep_their_16_bits():
 def test_weights_that_are_made_at_a_call_are_dropped_before_the_next(monkeypatch):
     from sage_processors.linears.swap import LinearSwap
 
-    monkeypatch.setattr(LinearSwap, "_waits", lambda self, module: True)  # as on a CPU that has a GPU beside it
+    # as on a CPU that has a GPU beside it
+    monkeypatch.setattr(LinearSwap, "_is_quantised_later", lambda self, module: True)
     model, inputs = made()
     expected = model(*inputs)
     dropped(model)

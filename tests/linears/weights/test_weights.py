@@ -11,7 +11,7 @@ from torch import nn
 import sage_kernels
 import sage_processors as sp
 from sage_processors.linears.weights import linear_state as weights
-from sage_processors.linears.weights.samples import are_changed, sample_of
+from sage_processors.linears.weights.fingerprints import are_changed, sample_of
 from tests.linears.counting import relative_error
 
 
@@ -154,7 +154,7 @@ def test_weights_that_are_made_at_a_call_are_dropped_before_the_next():
     block = nn.ModuleList(nn.Linear(48, 64) for _ in range(2)).eval().requires_grad_(False)
     block.forward = lambda x: [module(x) + 0 for module in block]
     swap = sp.quantize_linears(block, min_features=0)
-    swap._waits = lambda module: True  # as on a CPU that has a GPU beside it
+    swap._is_quantised_later = lambda module: True  # as on a CPU that has a GPU beside it
     for module in block:
         module.weight.neg_()
     swap.drop()
@@ -332,7 +332,7 @@ def test_a_model_that_is_compiled_with_code_around_it_needs_refresh_and_says_so(
         compiled = torch.compile(around, backend="aot_eager", fullgraph=fullgraph)
         called(compiled, x)
         (note,) = swap.report().notes
-        assert "noticed by refresh() alone" in note
+        assert "call refresh() after its weights" in note
         with torch.no_grad():
             for parameter in around.parameters():
                 parameter.mul_(-2)

@@ -1,4 +1,4 @@
-"""Exact attention that returns its log-sum-exp, which neither PyTorch's nor diffusers' native one does."""
+"""Attention without quantisation, for calls that INT8 attention can't run."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from typing import Any
 
 import torch
 
-from ...autocast import autocast
+from ...torch_modes import autocast
 from ..host import dispatcher
 
 
-_SCORES = 2**26  # so many at once: 256 MiB in fp32
+_SCORES = 2**26  # scores computed at a time: 256 MiB in fp32
 
 
-def exact_with_lse(
+def attention_with_lse(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -21,11 +21,13 @@ def exact_with_lse(
     is_causal: bool,
     scale: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Softmax attention in fp32 (of fp64: in fp64), a part of the rows at a time. Slow: for what INT8 can't do.
+    """Compute softmax attention and its log-sum-exp in fp32, in fp64 for fp64 inputs. Slow.
 
-    Args: as of scaled_dot_product_attention, but for the layout: query [B, S_q, H, D], key [B, S_kv, H_kv, D], value
-        [B, S_kv, H_kv, D_v].
-    Returns: out [B, S_q, H, D_v] in query's dtype, lse [B, S_q, H], natural log. A row that sees nothing: 0 and -inf.
+    Neither PyTorch's attention nor diffusers' native back end returns the log-sum-exp. Rows are computed in chunks, to
+    bound memory.
+    Args: those of scaled_dot_product_attention, with another layout: query [B, S_q, H, D], key [B, S_kv, H_kv, D],
+        value [B, S_kv, H_kv, D_v].
+    Returns: out [B, S_q, H, D_v] in query's dtype, lse [B, S_q, H], natural log. A fully masked row has 0 and -inf.
     """
     batch, seq_q, heads, head_dim = query.shape
     seq_kv, groups = key.shape[1], heads // key.shape[2]
@@ -50,10 +52,12 @@ def exact_with_lse(
     return out.transpose(1, 2).to(query.dtype).contiguous(), lse.transpose(1, 2).contiguous()
 
 
-def exact_part(call: tuple[Any, ...], return_lse: bool) -> Any:
-    """A call (query, key, value [B, S, H, D], attn_mask, dropout_p, is_causal, scale, enable_gqa) by exact attention.
+def fallback_attention(call: tuple[Any, ...], return_lse: bool) -> Any:
+    """Run a call by diffusers' native back end, or with return_lse by `attention_with_lse`.
 
-    By diffusers' native back end, which knows no log-sum-exp; with return_lse by `exact_with_lse`.
+    Args: call: (query, key, value [B, S, H, D], attn_mask, dropout_p, is_causal, scale, enable_gqa).
+    Returns: out, or (out, lse).
+    Raises: NotImplementedError for return_lse with dropout, with a mask that is no tensor, or with mask and causality.
     """
     query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa = call
     if return_lse:
@@ -63,7 +67,7 @@ def exact_part(call: tuple[Any, ...], return_lse: bool) -> Any:
                 f"{type(attn_mask).__name__}, expected no dropout, and a tensor as mask or causality, not both"
             )
         q, k, v = autocast(query, key, value)
-        return exact_with_lse(q, k, v, attn_mask, is_causal, scale)
+        return attention_with_lse(q, k, v, attn_mask, is_causal, scale)
     return dispatcher.native()(
         query=query, key=key, value=value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale,
         enable_gqa=enable_gqa,
