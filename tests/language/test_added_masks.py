@@ -21,8 +21,8 @@ from sage_processors.language.masks import (  # noqa: E402
     AddedMask,
     BandMask,
     adds_masks,
-    visible_mask,
     sage_mask,
+    visible_mask,
 )
 from tests.support.combinations import shows  # noqa: E402, F401
 
