@@ -315,7 +315,10 @@ def _attend_cache(
 
 
 def _note_fallback(implementation: Any, call: Any, reason: str, device: torch.device) -> None:
-    """Count and log a call that runs in 16 bit. With on_unsupported="raise", raise if it is not merely short."""
+    """Count and log a call that runs in 16 bit.
+
+    With on_unsupported="raise", raises UnsupportedAttentionError if the call is not merely short.
+    """
     if implementation.on_unsupported == "raise" and reason != "short":
         (_refuse_export if is_exporting() else _refuse)(call.label, reason)
     count(call.module, implementation, reason, device)

@@ -110,7 +110,10 @@ class Call:
 
 
 def masking(call: Call, seq_q: int, seq_kv: int):
-    """Return attn_mask, causal and window for sage_attention, and the number of leading keys that rows may see."""
+    """Return (attn_mask, causal, window, seen) for sage_attention on the first `seen` keys.
+
+    No row sees a later key.
+    """
     mask = call.mask
     causal = mask is None and call.is_causal and seq_q > 1
     if call.position_bias is not None:
@@ -211,15 +214,14 @@ def _arguments_by_function(eager: Any) -> tuple[tuple[str, ...], bool]:
 
 @torch.compiler.assume_constant_result
 def _arguments_of(eager: Any) -> tuple[tuple[str, ...], bool]:
-    """Return the named arguments of an eager function below its decorators, and True if it reads module.sinks."""
+    """Return the argument names of an eager function below its decorators; True if it reads module.sinks."""
     return _arguments_by_function(eager)
 
 
 def _eager_of(kind: Any) -> tuple[Any, tuple[str, ...]]:
-    """Return the eager function that the forward of a module class names, and strings in that forward.
+    """Return the eager function named in the forward of a module class, and the strings in that forward.
 
-    The function is None if there is none. The strings are those of a forward that compares names of implementations;
-    () for any other.
+    The function is None if there is none. The strings are () if forward does not compare names of implementations.
     """
     space, name, strings = _named_by(kind)
     return space.get(name), strings

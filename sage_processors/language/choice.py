@@ -1,4 +1,4 @@
-"""Warnings and errors for models in which none of our attention implementations can run, such as Mamba or RWKV.
+"""Warnings and errors for models that can't run our attention implementations, such as Mamba or RWKV.
 
 transformers accepts a registered name for any model. A model without attention, or with attention that takes no
 implementation, never calls our functions, so not even a strict name could raise. set_attn_implementation and

@@ -134,11 +134,11 @@ class Int8KVCache(Cache):
         super().reset()
 
     def _refuse_cross_attention(self, layer_idx: int) -> None:
-        """Raise TypeError if an encoder-decoder model uses this cache alone, and updates a layer twice in one forward.
+        """Raise TypeError if an encoder-decoder model uses this cache alone, for both encoder and decoder.
 
-        It then updates each layer with the decoder's keys and next with the encoder's, which would become tokens of
-        the decoder. In an EncoderDecoderCache, only a cache of one layer can see the same layer twice in a row. In
-        between, the next forward asks for the mask's sizes, unless its mask is ready-made.
+        It then updates each layer twice in one forward: with the decoder's keys, and with the encoder's, which would
+        become tokens of the decoder. In an EncoderDecoderCache, only a cache of one layer can see the same layer twice
+        in a row. In between, the next forward asks for the mask's sizes, unless its mask is ready-made.
         """
         if layer_idx == self._newest_layer and (len(self.layers) > 1 or self._asked_for_sizes):
             raise TypeError(
@@ -195,12 +195,12 @@ class Int8KVCache(Cache):
         return sum(layer.nbytes() for layer in self.layers if isinstance(layer, Int8Layer))
 
     def bytes_per_token(self) -> int:
-        """Return the bytes of one token of one sequence in all layers, scales included; 0 before the first token."""
+        """Return the bytes of one token of one sequence in all layers, with scales; 0 before the first token."""
         return sum(layer.bytes_per_token() for layer in self.layers if isinstance(layer, Int8Layer))
 
 
 def _layers(decoder: Any, max_cache_len: int | None) -> list[Any]:
-    """Return an INT8 layer for each layer of transformers' own cache with keys and values; else that layer itself."""
+    """Return the layers of transformers' own cache for this config, with INT8 layers for keys and values."""
     model_type = getattr(decoder, "model_type", "")
     stock_layers = DynamicCache(config=decoder).layers
     if model_type in _WITHOUT_KEYS or all(type(stock) in _OTHER_LAYERS for stock in stock_layers):

@@ -24,7 +24,7 @@ FIRST = ("first_keys", "first_values")  # tokens in 16 bit, until centre and bal
 
 
 class Int8Layer(CacheLayerMixin):
-    """Cache layer that grows. With `sliding_window` it keeps only the tokens that the next token can see.
+    """Cache layer that grows, or with `sliding_window` keeps only tokens visible to the next one.
 
     Buffers [B, H_kv, capacity, D] grow by 1/64 of their tokens, so each token is copied a bounded number of times and
     little room is spare. The tokens from `begin` to `end` of the buffers are valid.
@@ -78,7 +78,7 @@ class Int8Layer(CacheLayerMixin):
         return self.sliding_window if self.is_sliding else -1
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return how many keys the next update of `query_length` tokens returns, and the position of the first."""
+        """Return the number of keys after `query_length` more tokens, and the position of the first one."""
         kept = self.cumulative_length
         if self.is_sliding:
             kept = min(kept, self.sliding_window - 1)

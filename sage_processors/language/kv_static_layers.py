@@ -36,9 +36,10 @@ class Int8StaticLayer(Int8Layer):
         self._host_length: Any = 0
 
     def get_seq_length(self):
-        """Return the number of tokens seen: 0 before the buffers are allocated, then a tensor [] on the device.
+        """Return the number of tokens seen.
 
-        With a tensor, compiled models don't specialise on the number.
+        It is 0 before the buffers are allocated, and then a tensor [] on the device, so compiled models don't
+        specialise on it.
         """
         return self.cumulative_length if self.is_initialized else 0
 
@@ -115,9 +116,9 @@ class Int8StaticLayer(Int8Layer):
         append_kv(keys, values, self.k_mean, *self._buffers(), position=position, k_balance=self.k_balance)
 
     def _settle(self, key_states, value_states, first: bool, again) -> None:
-        """Write the buffers that `_ready_vectors` returned, and keep new tokens in 16 bit if they are among the first.
+        """Write back requantised older tokens, and keep new ones in 16 bit if they are among the first.
 
-        Allocates nothing.
+        again: the result of `_ready_vectors`. Allocates nothing.
         """
         compiling = torch.compiler.is_compiling()
         if not first and (self.is_settled or (compiling and not self.is_sliding)):
@@ -190,7 +191,7 @@ class Int8StaticLayer(Int8Layer):
         self.first_keys, self.first_values = (torch.empty(shape, dtype=self.dtype, device=self.device) for _ in FIRST)
 
     def _pin(self) -> None:
-        """Tell Dynamo that the tensors' addresses are fixed, which CUDA graphs need."""
+        """Mark the tensors' addresses as fixed for Dynamo, so that it can use CUDA graphs."""
         if not torch.compiler.is_compiling():
             for x in (*self._tensors().values(), self.cumulative_length):
                 mark_static_address(x)
@@ -226,7 +227,7 @@ class Int8StaticLayer(Int8Layer):
         return QuantizedKV(*parts)
 
     def _take(self, trial) -> None:
-        """Take over the fields of `trial`, in place for tensors of the same shape, so compiled code stays valid."""
+        """Take over the fields of `trial`, in place if shapes allow, so that compiled code stays valid."""
         if trial is self:
             return
         moved = False
@@ -306,7 +307,10 @@ class Int8StaticSlidingLayer(Int8StaticLayer):
         return (self._stored(0, self) if chronological is None else chronological,) * 2
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the newest -tokens_to_remove tokens. Raises RuntimeError if the ring has overwritten older ones."""
+        """Forget the newest -tokens_to_remove tokens.
+
+        Raises: RuntimeError if the ring has overwritten older tokens.
+        """
         number = self._checked_crop(tokens_to_remove)
         if number and self._host_length > self.ring:
             raise RuntimeError(

@@ -141,11 +141,11 @@ def channel_balance(keys: torch.Tensor, weight: torch.Tensor, mean: torch.Tensor
 
 
 def _sizes(keys: torch.Tensor, weight: torch.Tensor, mean: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each channel's mean distance from `mean` [B, H_kv, D], and the median channel's [B, H_kv, 1]."""
+    """Return each channel's mean distance from `mean` [B, H_kv, D], and the median of them [B, H_kv, 1]."""
     size = _weighted_sum((keys - mean[:, :, None]).abs(), weight) / weight.sum(1)[:, None, None]
     return size, size.sort(-1).values[..., mean.shape[-1] // 2, None]
 
 
 def _weighted_sum(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return the weighted sum of x [B, H_kv, S, D] over tokens. Tokens of weight 0 may be anything, even NaN."""
+    """Return the weighted sum of x [B, H_kv, S, D] over tokens. Tokens of weight 0 may hold NaN."""
     return torch.where(weight[:, None, :, None] > 0, x * weight[:, None, :, None], 0.0).sum(2)

@@ -172,7 +172,7 @@ _adds_masks: dict[type, bool] = {}
 
 
 def adds_masks(config_class: Any) -> bool:
-    """True if transformers can't run some model of this config class with SDPA, or knows no such model yet."""
+    """True if some model of this config class can't run with SDPA in transformers, or none is known."""
     if config_class not in _adds_masks:
         kinds, waiting = [], [PreTrainedModel]
         while waiting:
@@ -186,7 +186,7 @@ def adds_masks(config_class: Any) -> bool:
 
 
 def sequence_of(ends: torch.Tensor, length: int, device) -> torch.Tensor:
-    """Return the number of the packed sequence of each of `length` tokens. ends: 0 and the sequences' ends."""
+    """Return the packed sequence number of each of `length` tokens. ends: 0 and the sequences' ends."""
     return torch.bucketize(torch.arange(length, device=device), ends.to(device)[1:].contiguous(), right=True)
 
 
@@ -355,7 +355,7 @@ _REMAPPED = (
 
 
 def _packed(mask_function) -> tuple[torch.Tensor, tuple[int, int]] | None:
-    """Return the sequence number of each token [1, S], and the band within each sequence, of a mask function.
+    """Return a mask function's sequence number of each token [1, S], and its band within each sequence.
 
     Returns None if the function may hide anything else. Positions that go up by one within a sequence leave the band
     where it is.

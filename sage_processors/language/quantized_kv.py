@@ -119,7 +119,7 @@ def attend(
     sinks: torch.Tensor | None = None,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """Run attention of the newest tokens' queries over a layer of an INT8 cache, without dequantising it first.
+    """Run attention of the newest tokens' queries over a layer of an INT8 cache.
 
     Args:
         query: [B, S_q, H, D], any S_q and any strides.

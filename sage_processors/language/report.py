@@ -182,7 +182,7 @@ class AttentionReport(LayerReport):
         return "; ".join(said)
 
     def remarks(self) -> list[str]:
-        """Return the notes of the rows that are not "earlier", each once, with the layers that it is about."""
+        """Return the notes of all rows but "earlier" ones, each once, with its layers."""
         return LayerReport(self._now).remarks()
 
     @property
@@ -205,7 +205,10 @@ def _kind(row: dict[str, Any]) -> str:
 
 
 def _row(name: str, module: Any, status: str, implementation: Any, ran: Calls | None) -> dict[str, Any]:
-    """Return one row. ran: the counter of an implementation of ours; else `implementation` is a name or None."""
+    """Return one row of the report.
+
+    ran: the counter, if the implementation is ours. Else `implementation` is its name or None.
+    """
     options = None if ran is None else ran.implementation
     events = {} if ran is None else ran.by_event
     int8, int8_cache = events.pop(INT8, 0), events.pop(INT8_CACHE, 0)

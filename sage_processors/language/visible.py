@@ -112,7 +112,7 @@ def band_of(call: Call, seq_q: int) -> tuple[bool, int | None]:
 
 
 def _select_keys(call: Call, query, seq_kv: int) -> None:
-    """Hide the keys that are not in `indices`, int [B, S_q, keys] with -1 for none (DeepSeek's sparse attention)."""
+    """Hide keys that are not in `indices`, int [B, S_q, keys], -1 for none (DeepSeek's sparse attention)."""
     indices = call.others.get("indices")
     if not isinstance(indices, torch.Tensor) or indices.shape[:-1] != (query.shape[0], query.shape[2]):
         return  # another meaning, so it stays an unknown argument
