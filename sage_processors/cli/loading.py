@@ -35,7 +35,10 @@ PipelineOption = Annotated[
     str, typer.Option(help="An embedded pipeline (tiny_sd, tiny_flux, tiny_wan), a folder, or a name on the Hub.")
 ]
 RecipeOption = Annotated[
-    str, typer.Option(help=f"Number formats of attention's two matmuls: {', '.join(sage_kernels.RECIPES)}.")
+    str,
+    typer.Option(
+        help=f"Number formats of attention's matmuls: {', '.join(sage_kernels.RECIPES)}. Pipelines also take mixed."
+    ),
 ]
 ScalingOption = Annotated[str, typer.Option(help=f"How quantisation scales are chosen: {', '.join(SCALINGS)}.")]
 DeviceOption = Annotated[
