@@ -37,7 +37,7 @@ _HOMES = {
     "calibrate": "calibration.search",
     "diffusers_backend_report": "diffusion.reports.backend_report",
     "handle_of": "diffusion.handle",
-    "processors_for": "diffusion.processors_for",
+    "processors_for": "diffusion.by_name",
     "load_quantized": "linears.quantized_files",
     "quantize_linears": "linears.swap",
     "save_quantized": "linears.quantized_files",

@@ -6,13 +6,13 @@ from . import pipelines as pipelines
 from .calibration.policy_files import read_policy as read_policy
 from .calibration.search import Calibration as Calibration
 from .calibration.search import calibrate as calibrate
+from .diffusion.by_name import processors_for as processors_for
 from .diffusion.calls.backend import register_diffusers_backend as register_diffusers_backend
 from .diffusion.calls.backend import unregister_diffusers_backend as unregister_diffusers_backend
 from .diffusion.calls.sage_class import sage_class as sage_class
 from .diffusion.handle import Handle as Handle
 from .diffusion.handle import apply as apply
 from .diffusion.handle import handle_of as handle_of
-from .diffusion.processors_for import processors_for as processors_for
 from .diffusion.reports.backend_report import BackendReport as BackendReport
 from .diffusion.reports.backend_report import diffusers_backend_report as diffusers_backend_report
 from .diffusion.reports.probe import Probe as Probe

@@ -98,9 +98,9 @@ class RandomLists(SkipLists):
 
 def give_lists(handle, shape: Shape, given: SkipState) -> None:
     """All layers of a handle without skip= have these lists in calls of this shape from now on."""
-    for part in handle._parts:
-        part.state.kept.skip_lists = RandomLists(len(part.state.sites), shape, given)
-        part._hand_out()  # calls find their lists by the tensors of their site
+    for denoiser in handle._denoisers:
+        denoiser.state.kept.skip_lists = RandomLists(len(denoiser.state.sites), shape, given)
+        denoiser._hand_out()  # calls find their lists by the tensors of their site
 
 
 def check_share(report, given: SkipState, shape: Shape, share: float, calls: int) -> None:

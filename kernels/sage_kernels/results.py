@@ -75,6 +75,7 @@ def commit(folder: Path = SOURCES) -> str:
     return name + DIRTY if edited else name
 
 
+@functools.lru_cache(maxsize=512)
 def code_of(text: str) -> str:
     """Return the code lines of a Python file, without comments, docstrings and blank lines."""
     rows = text.splitlines()

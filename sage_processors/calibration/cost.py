@@ -128,12 +128,15 @@ class CostTable:
         self._kind = kind
         self._known: dict[tuple, float] = {}
         self.shapes: dict[str, list[CallShape]] = {}
-        for part in handle._parts:
-            self._device, self._dtype = part.device, next((p.dtype for p in part.model.parameters()), torch.float32)
-            for layer in part.layers:
+        for denoiser in handle._denoisers:
+            self._device, self._dtype = (
+                denoiser.device,
+                next((p.dtype for p in denoiser.model.parameters()), torch.float32),
+            )
+            for layer in denoiser.layers:
                 shapes = [_shape_of(site) for site in layer.sage._sage_sites if site.elements]
                 if shapes:
-                    self.shapes[part._label(layer.name)] = shapes
+                    self.shapes[denoiser._label(layer.name)] = shapes
 
     def seconds(
         self, layer: str, scaling: str, recipe: str = sage_kernels.DEFAULT_RECIPE, rotation: str = "none"

@@ -40,12 +40,12 @@ def describe_models(handle: Any) -> list[dict[str, Any]]:
     """What a policy says of the denoisers that it was made for."""
     return [
         {
-            "name": part.name,
-            "model_class": type(part.model).__name__,
-            "config_hash": config_hash(part.model),
-            "layers": part.layer_names(),
+            "name": denoiser.name,
+            "model_class": type(denoiser.model).__name__,
+            "config_hash": config_hash(denoiser.model),
+            "layers": denoiser.layer_names(),
         }
-        for part in handle._parts
+        for denoiser in handle._denoisers
     ]
 
 

@@ -1,4 +1,5 @@
-"""What swaps INT8 attention into diffusers' denoisers, follows their steps and reports what ran.
+"""INT8 attention for diffusers: swap it into denoisers, follow their steps, report the calls.
 
-May import options and the files beside it, sage_kernels; diffusers only where it is there.
+May import sage_kernels, linears/, postponed/, patching/, reporting/, files/ and the files beside this folder. Imports
+diffusers only when it is used.
 """

@@ -1,9 +1,12 @@
-"""rotation="auto": a run's first INT8 step is compared with exact attention; layers that need it are rotated after it.
+"""The option rotation="auto": choose the layers to rotate by the first INT8 step of a run.
 
-A layer needs it if a sampled head is below ROTATE_BELOW_DB and the rotation does better on the same inputs: outliers
-that stay in their channels are what planned scales balance away, and a rotation would only spread them. The choice is
-a flag on the host that changes between two steps, as precision windows do it: inside of torch.compile it is a guard.
-The compared step is one version of a compiled model, all later steps are the other.
+In that step a probe compares sampled heads and rows with fp32 attention, with and without the Hadamard rotation. A
+layer is rotated from the next step on if a sampled head is below ROTATE_BELOW_DB and the rotation gains more than
+ROTATION_GAIN_DB on the same inputs. The second condition is needed because a planned balance already removes outliers
+that stay in their channels, and a rotation would only spread those.
+
+The choice is a flag on the host that changes between two steps, as the flag of a step window does. In a compiled model
+it is a guard: the compared step runs one compiled version, and all later steps run another.
 """
 
 from __future__ import annotations
@@ -23,55 +26,55 @@ SAMPLED_HEADS, SAMPLED_ROWS = 8, 32
 
 
 class AutoRotation:
-    """The layers of a handle whose rotation is "auto": measured and decided once a run, by what that run draws.
+    """The decisions for all layers of a handle with rotation="auto", made once in each run.
 
-    Once scales are frozen what was decided stays, for they are of rotated channels or not. With "timestep_adaptive",
-    which goes on from run to run anyway, the first run decides, until `reset`.
-    A probe of the user's that runs meanwhile does the measuring too. Each denoiser is decided after the first step in
-    which INT8 attention ran in it: the second of two experts may come late.
+    Frozen scales keep the decision, because they were measured with it. With "timestep_adaptive" scaling the decision
+    of the first run stays until `reset`, because the scales go on from run to run.
+    If the user's own probe is running, its measurements are used. Each denoiser is decided after the first step in
+    which it ran INT8 attention: the second of two expert models may start late in a run.
     """
 
     def __init__(self, handle):
         self._handle, self._probe = handle, None
-        self._resting: Probe | None = None  # ours of the run before: another one would be compiled anew
-        self._pending = False  # so that a step with nothing to decide costs nothing
-        # label: SQNR of the worst head without and with rotation, step, rotated
+        self._resting: Probe | None = None  # our stopped probe: a compiled model would recompile for a new one
+        self._pending = False  # False: a step has nothing to decide and costs nothing
+        # label -> (SQNR of the worst head in dB, the same with rotation, step, whether the layer is rotated)
         self._decided: dict[str, tuple[float, float, int, bool]] = {}
 
     @property
     def decided(self) -> bool:
-        """Whether anything was decided in this run, or is kept from another."""
+        """True if any layer is decided, in this run or in an earlier one."""
         return bool(self._decided)
 
-    def is_open(self, part, layer) -> bool:
-        """Whether a layer is to be decided yet."""
+    def is_open(self, denoiser, layer) -> bool:
+        """True for a layer with rotation="auto" that is not decided yet."""
         is_auto = layer.sage._sage_config.rotation == "auto"
-        return is_auto and not part.frozen and part._label(layer.name) not in self._decided
+        return is_auto and not denoiser.frozen and denoiser._label(layer.name) not in self._decided
 
     def _open(self) -> list:
-        """(part, layer, label) of the layers that are not decided yet."""
+        """Return (denoiser, layer, label) of each layer that is not decided yet."""
         return [
-            (part, layer, part._label(layer.name))
-            for part in self._handle._parts
-            for layer in part.layers
-            if self.is_open(part, layer)
+            (denoiser, layer, denoiser._label(layer.name))
+            for denoiser in self._handle._denoisers
+            for layer in denoiser.layers
+            if self.is_open(denoiser, layer)
         ]
 
     def begin_run(self) -> None:
-        """A run starts: what another one decided holds no longer, but where it is kept on purpose."""
+        """Forget the earlier run's decisions, except those that frozen or adaptive scales keep."""
         if self._handle.config.scaling.name == ADAPTIVE:
             return
-        for part in self._handle._parts:
-            for layer in part.layers if not part.frozen else ():
+        for denoiser in self._handle._denoisers:
+            for layer in denoiser.layers if not denoiser.frozen else ():
                 if layer.sage._sage_config.rotation == "auto":
-                    part.rotate(layer, False)
-                    self._decided.pop(part._label(layer.name), None)
+                    denoiser.rotate(layer, False)
+                    self._decided.pop(denoiser._label(layer.name), None)
         if self._open() and self._handle._probe is not None:
-            self._handle._probe.reset_trials()  # of a run that was broken off, or in a probe of the user's
+            self._handle._probe.reset_trials()  # left by an interrupted run, or by a run in the user's probe
         self.watch()
 
     def watch(self) -> None:
-        """Start measuring, if there is something to decide and no other probe does it."""
+        """Start measuring if a layer is undecided and no other probe measures already."""
         names = [label for *_, label in self._open()]
         self._pending = bool(names)
         if not names:
@@ -88,52 +91,52 @@ class AutoRotation:
             self._probe.attach(only=names)
 
     def _rest(self) -> None:
-        """Measure no more for now."""
+        """Stop our own probe and keep it for the next run."""
         if self._probe is not None:
             self._probe.stop()
             self._probe, self._resting = None, self._probe
 
     def step_done(self) -> None:
-        """Between two steps, with all statistics taken up: decide what was measured."""
+        """Decide the layers that were measured in the step before. Called between two steps."""
         if not self._pending:
             return
         layers, probe = self._open(), self._handle._probe
         if probe is not None:
-            ran = [part for part in self._handle._parts if probe.has_tried(part)]  # known without waiting
-            # a layer whose own noise levels kept it in 16 bit in this step is decided after one that does not
+            ran = [x for x in self._handle._denoisers if probe.has_tried(x)]  # does not sync
+            # a layer that its own `keep_noise` kept in 16 bit in this step is decided after a later step
             layers = [row for row in layers if row[0] in ran and not row[1].sage._sage_window.was_exact]
             if not layers:
                 return
             self._decide(layers, *probe.trials())
             if probe is self._probe:
                 self._rest()
-        self.watch()  # what is still open
+        self.watch()  # for the layers that are still undecided
 
     def _decide(self, layers, data: list[dict], trials: list[dict]) -> None:
-        for part, layer, label in layers:
+        for denoiser, layer, label in layers:
             (plain, step), (tried, _) = _worst(data, label), _worst(trials, label)
-            # NaN and infinity are no outliers: no rotation helps them
+            # no rotation helps a layer with NaN or infinite values
             rotated = math.isfinite(plain) and plain < ROTATE_BELOW_DB and tried > plain + ROTATION_GAIN_DB
             self._decided[label] = (plain, tried, step, rotated)
             if rotated:
-                part.rotate(layer, True)
+                denoiser.rotate(layer, True)
                 logger.info("layer %s is rotated from the next step on: %s", label, self.note(label))
 
     def reset(self) -> None:
-        """Decide anew."""
-        for part in self._handle._parts:
-            for layer in part.layers:
+        """Drop all decisions, and decide again in the next run."""
+        for denoiser in self._handle._denoisers:
+            for layer in denoiser.layers:
                 if layer.sage._sage_config.rotation == "auto":
-                    part.rotate(layer, False)
+                    denoiser.rotate(layer, False)
         self._decided = {}
         if self._open() and self._handle._probe is not None:
-            # what was measured before is of no run that is to come, also in a probe of the user's
+            # earlier measurements say nothing about the next run, in the user's own probe either
             self._handle._probe.reset()
             self._handle._probe.attach()
         self.watch()
 
     def note(self, label: str) -> str:
-        """What the report says of a layer."""
+        """Return the report's remark on a layer; "" for a layer that is not decided."""
         if label not in self._decided:
             return ""
         plain, tried, step, rotated = self._decided[label]
@@ -144,6 +147,6 @@ class AutoRotation:
 
 
 def _worst(rows: list[dict], label: str) -> tuple[float, int]:
-    """SQNR in dB of a layer's worst head, and its step; NaN without any."""
+    """Return (SQNR in dB, step) of a layer's worst head; (NaN, -1) if none was measured."""
     own = [(row["sqnr_db"], row["step"]) for row in rows if row["layer"].partition("#")[0] == label]
     return min(own, default=(math.nan, -1))

@@ -1,4 +1,4 @@
-"""One denoiser of a handle: which of its processors are swapped, and the scales that they share."""
+"""One denoiser of a handle: its swapped attention processors and the quantisation scales they share."""
 
 from __future__ import annotations
 
@@ -23,12 +23,10 @@ from .calls.row_maxima_op import keep_rows_of
 from .calls.sage_class import attention_calls_in, is_pag, is_sage, sage_class, swap
 from .graphs.whole_graphs import WholeGraphs
 from .heads.head_norms import HeadNorms
-from .host.announced import signs_of
-from .host.discovery import attention_modules, device_of, discover_sites, put_processor
+from .host.discovery import attention_modules, device_of, discover_sites, put_processor, signs_of
 from .host.patches import Patches
 from .host.root_hook import RootHook
-from .layer_lists import lists_of_layers, place_lists
-from .parked_state import Parked
+from .site_state import Parked, lists_of_layers, place_lists
 from .steps.forwards import Forwards
 from .steps.noise_level import TimestepReader
 from .steps.windows import is_kept
@@ -36,31 +34,38 @@ from .steps.windows import is_kept
 
 @dataclass
 class Layer:
-    """One attention module and its two processors."""
+    """One attention module, with its original processor and our Sage processor."""
 
     name: str
     module: nn.Module
     original: Any
     sage: Any
-    site_indices: list = field(default_factory=list)  # into the part's ScaleState, one per call site
+    site_indices: list = field(default_factory=list)  # into the ScaleState, one per call site; None: unplanned
 
     def __post_init__(self):
         self._attributes = dict(self.original.__dict__)
 
     def give_back(self):
-        """The original processor, with what was set on ours since the swap (attention backend, IP-Adapter scale)."""
-        for name, value in self.sage.__dict__.items():
+        """Return the original processor, with the attributes that were set on ours since the swap."""
+        for name, value in self.sage.__dict__.items():  # such as the attention back end, an IP-Adapter's scale
             if not name.startswith("_sage_") and self._attributes.get(name, self) is not value:
                 self.original.__dict__[name] = value
         return self.original
 
 
-class Part:
-    """One denoiser of a handle: its layers, the scale state they share, and the hook on it.
+class Denoiser:
+    """One denoising model of a handle: its layers, their shared scale state, and the hooks on the model.
 
-    Attributes: name ("" for a raw model), model, layers, state (None without planned scales), follows_scheduler,
-        frozen (what it has learnt stays), is_told (without a scheduler: the user says where a run begins), linears
-        (its LinearSwap; None without 8-bit linear layers), graphs (its WholeGraphs; None without CUDA graphs).
+    Attributes:
+        name: the component's name in the pipeline; "" for a model without a pipeline.
+        state: a ScaleState; None without planned scales.
+        linears: a LinearSwap; None without 8-bit linear layers.
+        graphs: a WholeGraphs; None without CUDA graphs.
+        guests: Sage processors that a pipeline puts into the model within its steps (PAG), by id.
+        perturbed: True after a forward with PAG processors that are not ours.
+        follows_scheduler: True if a scheduler tells where a run is.
+        is_told: True if the user says where a run begins, without a scheduler.
+        frozen: True while the scales stay as they are.
     """
 
     def __init__(self, name, model, config, handle):
@@ -68,15 +73,15 @@ class Part:
         self._lock = handle.lock
         take_out_leftovers(model, attention=True)
         self.layers: list[Layer] = []
-        self._made: list[Layer] = []  # every layer ever: diffusers keeps replaced processors and may put them back
-        self.state: Any = None  # a ScaleState where scales are planned
+        self._made: list[Layer] = []  # all layers so far: diffusers may put replaced processors back
+        self.state: Any = None
         self.linears: LinearSwap | None = None
         self.graphs: WholeGraphs | None = None
-        self._signs: tuple[Any, ...] = ()  # of processors that diffusers puts there
+        self._signs: tuple[Any, ...] = ()  # see signs_of
         self._head_norms, self._parked = HeadNorms(), Parked()
         self._patches: dict[type, Patches] = {}
-        self.guests: dict[int, Any] = {}  # Sage processors that a pipeline puts there within its steps
-        self.perturbed = False  # by others than those
+        self.guests: dict[int, Any] = {}
+        self.perturbed = False
         self.follows_scheduler = self.frozen = self.is_told = False
         self.device = self._home = device_of(model)
         self._reader = TimestepReader(model.__class__.forward, self.device)
@@ -86,7 +91,7 @@ class Part:
         self._hooks += AsUnderNoGrad().install(model)
 
     def install(self) -> None:
-        """Swap every processor that is not ours, keep the others; new call sites get a new state."""
+        """Swap every processor that is not ours. If the call sites changed, make a new scale state."""
         known = {id(layer.module): layer for layer in self.layers}
         self.layers = []
         for name, module in attention_modules(self.model):
@@ -94,7 +99,7 @@ class Part:
             if layer is None or module.processor is not layer.sage:
                 original = self._stock(module)
                 if attention_calls_in(type(original)) == 0:
-                    continue  # linear, sliced or hand-written attention: stays, and the report says so
+                    continue  # linear, sliced or hand-written attention stays; the report lists it
                 sage = self._swapped(original, self._label(name))
                 self._count_on(module, sage)
                 layer = Layer(name, module, original, sage)
@@ -119,7 +124,7 @@ class Part:
             )  # fmt: skip
 
     def _swapped(self, original, label: str):
-        """The Sage twin of a processor, with the options that hold for its layer."""
+        """Return the Sage processor for an original one, with the options of its layer."""
         config = self.config.for_layer(label)
         window = self._steps.window_of(config.keep.noise)
         kind: Any = sage_class(type(original))
@@ -129,7 +134,7 @@ class Part:
         return swap(original, config, label, device=self.device, kept=is_kept(self.config, label), **shared)
 
     def _count_on(self, module, sage) -> None:
-        """The counts of the layer so far, and whether it turned out to need a rotation."""
+        """Give a new processor the counts and the rotation of the module's processor before it."""
         earlier = next((layer.sage for layer in reversed(self._made) if layer.module is module), None)
         if earlier is not None:
             sage._sage_events.take_over(earlier._sage_events)
@@ -155,7 +160,7 @@ class Part:
             self._parked.park(self.state)
             self.state = None
         if sites and self.state is None:
-            with torch.inference_mode(False):  # else updates outside of inference_mode would be refused
+            with torch.inference_mode(False):  # inference tensors can't be updated outside of inference_mode
                 rule = rule_for(self.config.scaling)
                 self.state = ScaleState(sites, device=self.device, margin=self.config.scaling.margin, rule=rule)
                 if self._parked.move_into(self.state):
@@ -168,7 +173,7 @@ class Part:
         self._hand_out()
 
     def _hand_out(self) -> None:
-        """Give every call site its tensors. They are created here, before anything is compiled."""
+        """Give every call site its tensors of the scale state. Runs before the model is compiled."""
         for layer in self.layers:
             for site, index in zip(layer.sage._sage_sites, layer.site_indices, strict=False):
                 site.state = None if index is None or self.state is None else self.state.head_state(index)
@@ -181,25 +186,25 @@ class Part:
                         maxima = kept.row_maxima if site.keeps_rows else None
                         keep_rows_of(site.state, maxima, index, kept.skip_lists)
             for tensor in _tensors(layer.sage):
-                mark_static_address(tensor, guard=False)  # CUDA graphs refuse to mutate other inputs
+                mark_static_address(tensor, guard=False)  # CUDA graphs may write to no other inputs
 
     def rotate(self, layer: Layer, on: bool) -> None:
-        """Between two steps: run the calls of one of its layers rotated from now on, or no longer."""
+        """Switch the Hadamard rotation of one layer on or off. Call it between two steps."""
         object.__setattr__(layer.sage, "_sage_rotated", on)
         for index in layer.site_indices:
             if index is not None:
                 self.state.set_rotation(index, _rotation_of(layer.sage))
 
     def layer_names(self) -> list[str]:
-        """Of the swapped layers, as in the report."""
+        """Return the names of the swapped layers, as in the report."""
         return [self._label(layer.name) for layer in self.layers]
 
     def reasons_against(self) -> dict[str, str]:
-        """{layer: why none of its calls can run in INT8}, "" where nothing is known against it."""
+        """Return {layer name: reason why none of its calls can run in INT8, or ""}."""
         return {self._label(layer.name): layer_reason(layer) for layer in self.layers}
 
     def move(self, device: torch.device) -> None:
-        """Follow the model to another device. The counts of planned calls start anew."""
+        """Move all tensors to the model's new device. The counts of planned calls start from zero."""
         self.device = device
         self._reader.to(device)
         self.forwards.to(device)
@@ -211,20 +216,20 @@ class Part:
         self._hand_out()
 
     def follow_home(self) -> None:
-        """Move with the model, unless it only rests somewhere: offloading runs it elsewhere than its weights lie."""
+        """Move to the device of the model's weights, if the weights moved since the last look."""
         home, self._home = self._home, device_of(self.model)
-        if self._home not in (home, self.device):
+        if self._home not in (home, self.device):  # offloaded weights rest on another device than they run on
             self.move(self._home)
 
     def freeze(self) -> None:
-        """What it has learnt is what all later runs start from, and stays as it is until `reset`."""
+        """Start all later runs from the scales learnt so far, unchanged until `reset`."""
         self.frozen = True
         if self.state is not None:
             with torch.inference_mode(False):
                 self.state.freeze()
 
     def new_run(self) -> None:
-        """Without a scheduler: the next call is the first of a run. From now on the user says so every time."""
+        """Begin a run with the next call, without a scheduler. Call it before every later run, too."""
         self.is_told = True
         if self.linears is not None:
             self.linears.begin_run()
@@ -247,7 +252,7 @@ class Part:
             processor._sage_sent[0] = 0
 
     def use_graphs(self, graphs: WholeGraphs | None) -> None:
-        """Replay forwards from these CUDA graphs from now on; None: run them eagerly again."""
+        """Take forwards from these CUDA graphs from now on; None runs them eagerly again."""
         if self.graphs is not None:
             self.graphs.stop()
         self.graphs = graphs
@@ -255,12 +260,12 @@ class Part:
             graphs.start()
 
     @property
-    def hangs_on_steps(self) -> bool:
-        """Whether anything here depends on which step of a run a forward belongs to."""
+    def depends_on_steps(self) -> bool:
+        """True if results depend on the denoising step: scales are planned or step windows are set."""
         return self.state is not None or self._steps.windowed
 
     def timestep_of(self, args, kwargs):
-        """The timestep argument of a call of the model; None without one, or with one on "meta"."""
+        """Return the timestep argument of a model call; None without one, or if it is a meta tensor."""
         timestep = self._reader.timestep_of(args, kwargs)
         return None if isinstance(timestep, torch.Tensor) and timestep.is_meta else timestep
 
@@ -269,9 +274,10 @@ class Part:
 
     @property
     def will_follow(self) -> bool:
-        """Whether the next forward swaps what diffusers put there: processors of its own, or our earlier ones back.
+        """True if the next forward swaps processors that diffusers put into the model.
 
-        Not while those of PAG are there, which go again by themselves.
+        These are processors of its own, or our earlier ones. False while PAG processors are in place, because the
+        pipeline takes these out again by itself.
         """
         modules = self._modules()
         if any(is_pag(module.processor) for module in modules):
@@ -281,9 +287,12 @@ class Part:
         return self._signs != signs_of(self.model, modules) or not (every - now).isdisjoint(there)
 
     def watch(self) -> bool:
-        """Count layers whose processor is not ours in this forward: nothing else would tell, if it is put back.
+        """Notice processors that are not the handle's, at the start of a forward.
 
-        Returns: whether diffusers put them there with an adapter or for fused projections; then all are swapped again.
+        If diffusers put them there, with an adapter or for fused projections, all are swapped. Otherwise a PAG
+        processor of ours becomes a guest, and for any other one the forward is counted as "replaced". It has to be
+        counted now, because the processor may be put back before the report.
+        Returns: True if processors were swapped.
         """
         for patches in self._patches.values():
             patches.look()
@@ -302,21 +311,24 @@ class Part:
         return False
 
     def follow_timestep(self, args, kwargs) -> None:
-        """Without a scheduler: the timestep that the model is called with says which step runs."""
+        """Plan the running step from the timestep in the model's arguments. For models without a scheduler."""
         timestep = self.timestep_of(args, kwargs)
         if timestep is None:
             return
         with nullcontext() if torch.compiler.is_compiling() else self._lock:
             levels = self._reader.read(timestep, self.state.frozen)
             if not self.is_told:
-                self.state.kept.stop()  # where a run begins is known on the device alone
+                self.state.kept.stop()  # only the device knows where a run begins
             elif self.state.kept.skip_lists is not None:
-                # a step is one call here, where guidance makes several
+                # each call counts as a step here, although guidance makes several calls in a step
                 self.state.kept.skip_lists.stop()
             self.state.advance(*levels, self._reader.begins)
 
     def begin_run(self, u, progress=None) -> None:
-        """The scheduler's run begins at noise level u. progress: windows.Progress; None: nobody knows where it is."""
+        """Start a run of the scheduler at noise level u in [0, 1], a float or a 0-d tensor.
+
+        progress: the scheduler's windows.Progress; None if the running step is unknown.
+        """
         if self.linears is not None:
             self.linears.begin_run()
         if self.state is not None:
@@ -324,7 +336,7 @@ class Part:
             self._place_lists(progress, u)
 
     def advance(self, u_finished, u_next, progress) -> None:
-        """A step of the scheduler is done."""
+        """End the step at noise level u_finished and plan the next one at u_next."""
         if self.state is not None:
             self.state.advance(u_finished, u_next)
             if self.state.kept.skip_lists is not None:
@@ -336,7 +348,7 @@ class Part:
             place_lists(self.state.kept.skip_lists, progress, u)
 
     def uninstall(self) -> None:
-        """The original processor objects, where one of ours is in place. Processors that others put there stay."""
+        """Put the original processors and linear layers back. Processors set by others stay."""
         self.use_graphs(None)
         if self.linears is not None:
             self.linears.remove()
@@ -349,13 +361,13 @@ class Part:
             if is_sage(module.processor):
                 put_processor(module, self._stock(module))
         for layer in self._made:
-            # whoever still holds it gets the base class's behaviour
+            # a Sage processor that somebody still holds behaves like its base class
             object.__setattr__(layer.sage, "_sage_config", None)
         self.layers, self._made, self.state = [], [], None
         self._parked.clear()
 
     def _stock(self, module):
-        """The stock processor behind what is on a module: the original object where we know it."""
+        """Return the stock processor for a module: the original object if it is known, else a new one."""
         processor = module.processor
         if not is_sage(processor):
             return processor
@@ -364,10 +376,10 @@ class Part:
         for layer in own:
             if layer.sage is processor:
                 return layer.give_back()
-        for layer in own:  # diffusers makes processors anew by `processor.__class__()`, but none with weights
+        for layer in own:  # diffusers may make a new one by `processor.__class__()`, unless it has weights
             if type(layer.original) is base and not isinstance(processor, nn.Module):
                 return layer.original
-        for layer in self._made:  # one layer's processor was given to another layer
+        for layer in self._made:  # a processor that was given to another layer
             if layer.sage is processor:
                 return layer.original
         stock = object.__new__(base)

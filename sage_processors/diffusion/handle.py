@@ -1,4 +1,4 @@
-"""Put INT8 attention into a model or a pipeline, and take it out again."""
+"""Put INT8 attention into a model or a pipeline, and remove it again."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..option_groups import OF_ATTENTION, Keep
 from ..options import SageAttnProcessor
 from ..unsupported import REMEDIES
 from .auto_rotation import AutoRotation
-from .denoiser import Part
+from .denoiser import Denoiser
 from .graphs.whole_graphs import WholeGraphs, can_replay
 from .host.discovery import attention_modules, denoisers, input_device, is_pipeline, unwrap
 from .host.pipeline_method import listen
@@ -39,19 +39,19 @@ logger = logging.getLogger("sage_processors")
 
 
 class Handle:
-    """What `apply` returns. Use it as a context manager to have the original processors back at the end.
+    """INT8 attention in a model or pipeline. As a context manager it removes it again at the end.
 
-    It belongs to the model object it was made for. `save_pretrained` writes stock weights and configs, and what is
-    loaded from them is stock. A copy of the model (copy.deepcopy, pickle, torch.save) keeps INT8 attention with the
-    same options but for the windows of steps and noise levels, its scales computed from the inputs of each call, and
-    no handle: `apply(copy)` gives it one.
+    A handle belongs to the model object it was made for. `save_pretrained` writes stock weights and configs, and a
+    model loaded from them is stock. A copy of the model (copy.deepcopy, pickle, torch.save) keeps INT8 attention with
+    the same options, except that it has no step windows and computes its scales from the inputs of each call. A copy
+    has no handle; `apply(copy)` gives it one.
 
-    Attributes: config (SageAttnProcessor), steps (windows.Steps: where the run is, and its precision).
+    Attributes: config (SageAttnProcessor), steps (windows.Steps: the running step and its precision).
     """
 
     def __init__(self, target: Any, config: SageAttnProcessor) -> None:
         self.config = config
-        self._parts: list[Part] = []
+        self._denoisers: list[Denoiser] = []
         self._pipe = weakref.ref(target) if is_pipeline(target) else None
         self._model = None if self._pipe else target
         self._active = True
@@ -63,29 +63,33 @@ class Handle:
         self._kernels = KernelsAhead()
         try:
             self.refresh()
-            if not any(part.layers for part in self._parts):
-                found = ", ".join(f"{p.name or 'the model'} ({type(p.model).__name__})" for p in self._parts)
+            if not any(denoiser.layers for denoiser in self._denoisers):
+                found = ", ".join(f"{p.name or 'the model'} ({type(p.model).__name__})" for p in self._denoisers)
                 raise ValueError(
                     f"{'pipe' if self._pipe else 'model'}: got no attention processor that calls "
                     f"scaled_dot_product_attention in {found}, expected a diffusers model with at least one"
                 )
             self._check_options()
             self._warn_of_idle_layers()
-            for part in self._parts:
-                self._kernels.swapped(part)
-            for part in self._parts if config.linears.drop_weights else ():
-                if part.linears is not None:
-                    part.linears.drop()
+            for denoiser in self._denoisers:
+                self._kernels.swapped(denoiser)
+            for denoiser in self._denoisers if config.linears.drop_weights else ():
+                if denoiser.linears is not None:
+                    denoiser.linears.drop()
         except Exception:
-            self.remove()  # leave nothing half swapped behind
+            self.remove()  # leave nothing half swapped
             raise
 
     def _check_options(self) -> None:
-        names = [name for part in self._parts for name in part.layer_names()]
+        names = [name for denoiser in self._denoisers for name in denoiser.layer_names()]
         for option in OF_ATTENTION:
             check_patterns("layers", [pattern for pattern, _ in self.config.rules(option)], names)
         if self.config.rules("linears"):
-            names = [x.name for part in self._parts for x in choose(part.model, label=part._label, linears="none")]
+            names = [
+                x.name
+                for denoiser in self._denoisers
+                for x in choose(denoiser.model, label=denoiser._label, linears="none")
+            ]
             check_patterns_of(self.config, names)
         if self.following.followed:
             return
@@ -104,29 +108,29 @@ class Handle:
                 raise ValueError(f"layers[{pattern!r}]: got keep_noise {noise} for {without}, {expected}")
 
     def _warn_of_idle_layers(self) -> None:
-        """Say at once what a report would say after a run: layers of which it is known that nothing runs in INT8."""
-        for part in self._parts:
-            name = part.name or type(part.model).__name__
-            against = part.reasons_against()
+        """Warn of models in which layers are already known to run in 16 bit, before a run shows it."""
+        for denoiser in self._denoisers:
+            name = denoiser.name or type(denoiser.model).__name__
+            against = denoiser.reasons_against()
             if against and all(against.values()):
                 found = ", ".join(dict.fromkeys(against.values()))
                 logger.warning("%s: got a model in which no attention layer can run in INT8 (%s)", name, found)
-            elif self.config.training != "int8" and any(layer.module.training for layer in part.layers):
-                logger.warning("%s: got a model in which some layers run exact: %s", name, REMEDIES["training"])
+            elif self.config.training != "int8" and any(layer.module.training for layer in denoiser.layers):
+                logger.warning("%s: got a model in which some layers run in 16 bit: %s", name, REMEDIES["training"])
 
     def report(self) -> Report:
-        """What really ran: per layer recipe, scaling, calls, exact calls with reasons, clipped fraction. Syncs."""
+        """Report per layer the recipe, scaling, calls, 16-bit calls with reasons, and clipped fraction. Syncs."""
         if self._active:
             self._follow_schedulers()
         with self.lock:
             return build_report(self)
 
     def refresh(self) -> None:
-        """Swap again what was replaced: by IP-Adapters, fuse_qkv_projections, a new pipe.transformer or scheduler.
+        """Swap processors, models and schedulers that are new since the last swap.
 
-        Layers keep their scales and counts. The attention backend that a processor has now is the one that its exact
-        calls use. A processor without a scaled_dot_product_attention call stays (the report names it), until a
-        refresh after something else was put there.
+        IP-Adapters, fuse_qkv_projections and a new pipe.transformer bring such ones. Layers keep their scales and
+        counts. The attention back end that a processor has now serves its 16-bit calls. A processor without a
+        scaled_dot_product_attention call stays, and the report names it.
         """
         self._check_active()
         models = self._models()
@@ -139,49 +143,49 @@ class Handle:
             raise ValueError(
                 "pipe: got a pipeline without a unet, transformer or controlnet, expected at least one of them"
             )
-        for part in [p for p in self._parts if models.get(p.name) is not p.model]:
-            part.uninstall()
-            self._parts.remove(part)
+        for denoiser in [p for p in self._denoisers if models.get(p.name) is not p.model]:
+            denoiser.uninstall()
+            self._denoisers.remove(denoiser)
         for name, model in models.items():
             _refuse_bare_options(model)
-            known = next((p for p in self._parts if p.name == name), None)
+            known = next((p for p in self._denoisers if p.name == name), None)
             lone = swap_of(model) if known is None else None
-            if lone is not None:  # of quantize_linears: these options replace it
+            if lone is not None:  # made by quantize_linears; the handle's options replace it
                 lone.remove()
-            part = Part(name, model, self.config, self) if known is None else known
+            denoiser = Denoiser(name, model, self.config, self) if known is None else known
             if known is None:
-                self._parts.append(part)
-                part.use_graphs(self._graphs_of(part))
-            elif part.graphs is not None:
-                part.graphs.forget()
-            part.follow_home()
-            part.install()
+                self._denoisers.append(denoiser)
+                denoiser.use_graphs(self._graphs_of(denoiser))
+            elif denoiser.graphs is not None:
+                denoiser.graphs.forget()
+            denoiser.follow_home()
+            denoiser.install()
         self._follow_schedulers()
         self._attach()
 
     def _attach(self) -> None:
-        """After layers were swapped: what looks at each of them."""
+        """Attach the probes to newly swapped layers."""
         if self._probe is not None:
             self._probe.attach()
         self._rotation.watch()
 
     def _models(self) -> dict[str, Any]:
-        """What is to be swapped now, by component name."""
+        """Return the current denoising models by component name."""
         return denoisers(self._pipe()) if self._pipe else {"": self._model}
 
     @property
     def has_learnt(self) -> bool:
-        """Whether a run has left anything that `freeze_scales` could freeze. Syncs."""
-        states = [part.state for part in self._parts if part.state is not None]
+        """True if a run has left scales or rotations that `freeze_scales` can freeze. Syncs."""
+        states = [denoiser.state for denoiser in self._denoisers if denoiser.state is not None]
         return self._rotation.decided or any(state.has_learnt for state in states)
 
     def freeze_scales(self) -> None:
-        """Start all later runs from what was learnt so far, until `reset`: no run changes it any more.
+        """Start all later runs from the scales learnt so far, unchanged until `reset`.
 
-        What a run draws depends on its inputs and options alone: without this, scales are planned within the run, and
-        its first step computes its own. Frozen scales are an option like others: they change a picture's last bits,
-        all runs after the call are repeatable again, and none starts without a plan. Layers whose rotation is "auto"
-        keep what was decided for them. `load_scales` freezes what it has read. Syncs.
+        Without this, scales are planned within each run, and its first step computes its own, so that a run depends on
+        its inputs and options alone. With frozen scales no run starts without a plan. Pictures change in their last
+        bits, and all runs after the call are again repeatable. Layers with rotation="auto" keep their decision.
+        `load_scales` freezes the scales it has read. Syncs.
         Raises: ValueError for a scaling that plans nothing from other runs, or before a first run; RuntimeError for
             a removed handle.
         """
@@ -193,29 +197,29 @@ class Handle:
             )
         if not self.has_learnt:
             raise ValueError("handle: got no scales yet, expected a run before they are frozen; or call load_scales")
-        for part in self._parts:
-            part.freeze()
+        for denoiser in self._denoisers:
+            denoiser.freeze()
         self._rotation.watch()
 
     def new_run(self) -> None:
-        """For a model without a pipeline: the next call of the model is the first of a denoising run.
+        """Begin a denoising run with the model's next call, for a model without a pipeline.
 
-        Otherwise the model's `timestep` argument tells, where it turns back or is the run's first one again. That is
-        not seen where a run goes on below the timestep at which another was broken off, or follows one of a single
-        call. And it is known on the device alone, so that 8-bit P has no softmax reference from the step before. Once
-        called, call it before every run.
-        Raises: ValueError for a pipeline with a scheduler, which tells.
+        Once called, call it before every run. Without it the `timestep` argument tells: a run begins when the timestep
+        turns back, or is the first one of the run again. This misses a run that starts below the timestep of an
+        interrupted run, and one after a run of a single call. Also, only the device knows it then, so recipes with
+        8-bit P get no softmax reference from the step before.
+        Raises: ValueError for a pipeline with a scheduler, which tells where a run begins.
         """
         if self._scheduler is not None:
             raise ValueError("handle: got one of a pipeline, whose scheduler says where a run begins; leave it out")
-        for part in self._parts:
-            part.new_run()
+        for denoiser in self._denoisers:
+            denoiser.new_run()
 
     def reset(self) -> None:
-        """Forget all scales and counts: the next run behaves as the first one after `apply`. Ends `freeze_scales`."""
+        """Forget all scales and counts, frozen ones too, as if `apply` had just been called."""
         with self.lock:
-            for part in self._parts:
-                part.reset()
+            for denoiser in self._denoisers:
+                denoiser.reset()
             self.following.reset()
             self._rotation.reset()
 
@@ -227,24 +231,24 @@ class Handle:
 
         Args:
             progress: show a bar while something is compiled (needs rich).
-            device: where the model will run, if not where it is.
+            device: the device on which the model will run; None: its current one.
         Returns: WarmUp(kernels, seconds, cached).
-        Raises: what compiling raised; NotImplementedError for a GPU without such kernels; RuntimeError for a removed
-            handle.
+        Raises: the error of a failed compile; NotImplementedError for a GPU without such kernels; RuntimeError for a
+            removed handle.
         """
         self._check_active()
-        return warm_up(self._parts, progress=progress, device=None if device is None else torch.device(device))
+        return warm_up(self._denoisers, progress=progress, device=None if device is None else torch.device(device))
 
     def _check_active(self) -> None:
         if not self._active:
             raise RuntimeError("handle: got a handle that was removed, expected a live one; call apply again")
 
-    def _graphs_of(self, part: Part) -> WholeGraphs | None:
-        """Return new CUDA graphs for a denoiser; None if the options or a `compile()` of its model leave none."""
-        return WholeGraphs(self, part) if self.config.graphs == "auto" and can_replay(part.model) else None
+    def _graphs_of(self, denoiser: Denoiser) -> WholeGraphs | None:
+        """Return new CUDA graphs for a denoiser; None if the options or its `model.compile()` rule them out."""
+        return WholeGraphs(self, denoiser) if self.config.graphs == "auto" and can_replay(denoiser.model) else None
 
     def probe(self, *, every: int = 4, heads: int = 4, rows: int = 32) -> Probe:
-        """Compare with exact attention from now on, in one step of `every`: see probe.Probe, which this returns."""
+        """Start and return a probe.Probe: it compares INT8 with fp32 attention in one step of `every`."""
         from .reports.probe import Probe
 
         self._check_active()
@@ -254,75 +258,75 @@ class Handle:
         return self._probe
 
     def save_scales(self, path: str | Path) -> None:
-        """Write what timestep scaling has learnt to a .safetensors file. Raises: see scale_files.py."""
+        """Write the scales learnt by a planned scaling to a .safetensors file. Raises: see scale_files.py."""
         from .reports.scale_files import save_scales
 
         save_scales(self, path)
 
     def load_scales(self, path: str | Path, on_mismatch: str = "error") -> bool:
-        """Start all runs from a file of `save_scales` of the same model, as `freeze_scales` does: see scale_files.py.
+        """Start all runs from the scales in a file of `save_scales` for the same model.
 
-        The handle is unchanged if it raises.
+        They are frozen, but not with "timestep_adaptive". Arguments, result and errors: see scale_files.py.
         """
         from .reports.scale_files import load_scales
 
         return load_scales(self, path, on_mismatch)
 
     def remove(self) -> None:
-        """Put the original processors and linear layers back, stop following schedulers. Harmless when repeated.
+        """Put the original processors and linear layers back. A second call does nothing.
 
-        Raises: RuntimeError where 16-bit weights were dropped (drop_weights=True); nothing is changed then.
+        Raises: RuntimeError if 16-bit weights were dropped (drop_weights=True); nothing is changed then.
         """
-        for part in self._parts:
-            if part.linears is not None:
-                part.linears.refuse_dropped()
+        for denoiser in self._denoisers:
+            if denoiser.linears is not None:
+                denoiser.linears.refuse_dropped()
         self._active = False
         if self._probe is not None:
             self._probe.stop()
         self.following.stop()
-        for part in self._parts:
-            part.uninstall()
-        self._parts = []
+        for denoiser in self._denoisers:
+            denoiser.uninstall()
+        self._denoisers = []
 
     def begin_run(self, u: float | torch.Tensor) -> None:
-        """Called by `following`: denoising starts at noise level u, or goes on there after something else ran."""
+        """Begin a run at noise level u, or resume it there after another run. Called by `following`."""
         with self.lock:
             self._rotation.begin_run()
             progress = None if self.following.is_lost else self.steps.progress
-            for part in self._parts:
-                if part.follows_scheduler:
-                    part.begin_run(u, progress)
+            for denoiser in self._denoisers:
+                if denoiser.follows_scheduler:
+                    denoiser.begin_run(u, progress)
 
     def advance(self, u_finished: torch.Tensor, u_next: torch.Tensor) -> None:
-        """Called by `following`: a step is done."""
+        """End a step at noise level u_finished; the next is at u_next. Called by `following`."""
         with self.lock:
-            for part in self._parts:
-                if part.follows_scheduler:
-                    part.advance(u_finished, u_next, self.steps.progress)
+            for denoiser in self._denoisers:
+                if denoiser.follows_scheduler:
+                    denoiser.advance(u_finished, u_next, self.steps.progress)
             self._rotation.step_done()
 
-    def _before_forward(self, part: Part, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Eager only: notice that processors were replaced, the model moved, or another scheduler steps."""
-        if part.watch():
+    def _before_forward(self, denoiser: Denoiser, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Notice replaced processors, a moved model, and another scheduler. For eager forwards only."""
+        if denoiser.watch():
             self._attach()
         device = input_device((*args, *kwargs.values()))
-        if device is not None and device != part.device and device.type != "meta":
-            part.move(device)
+        if device is not None and device != denoiser.device and device.type != "meta":
+            denoiser.move(device)
             level = None if self.following.active is None else self.following.active.level
-            if part.state is not None:
-                part.state.begin_run(1.0 if level is None else level)
+            if denoiser.state is not None:
+                denoiser.state.begin_run(1.0 if level is None else level)
         self._follow_schedulers(thoroughly=False)
-        self._kernels.before_forward(part)
-        self.following.place(part, part.timestep_of(args, kwargs))
+        self._kernels.before_forward(denoiser)
+        self.following.place(denoiser, denoiser.timestep_of(args, kwargs))
 
     def _follow_schedulers(self, *, thoroughly: bool = True) -> None:
         self.following.look(thoroughly=thoroughly)
-        for part in self._parts:
-            part.follows_scheduler = bool(self.following.followed)
+        for denoiser in self._denoisers:
+            denoiser.follows_scheduler = bool(self.following.followed)
 
     @property
     def _scheduler(self) -> Any:
-        """The scheduler that stepped last; None where nothing tells of steps."""
+        """The scheduler that stepped last; None if no scheduler is followed."""
         return None if self.following.active is None else self.following.active.scheduler
 
     def __enter__(self) -> Handle:
@@ -332,7 +336,7 @@ class Handle:
         self.remove()
 
     def __repr__(self) -> str:
-        state = f"{sum(len(p.layers) for p in self._parts)} layers" if self._active else "removed"
+        state = f"{sum(len(p.layers) for p in self._denoisers)} layers" if self._active else "removed"
         return f"<sage_processors.Handle: {self.config}, {state}>"
 
 
@@ -366,7 +370,7 @@ def apply(target: Any, config: SageAttnProcessor | None = None) -> Handle:
 
 
 def handle_of(target: Any) -> Handle | None:
-    """The live handle of a model, or of a pipeline's first denoiser that has one; None without."""
+    """Return the live handle of a model, or of a pipeline's first denoiser with one; else None."""
     target = unwrap(target)
     for model in denoisers(target).values() if is_pipeline(target) else (target,):
         for hook in getattr(model, "_forward_pre_hooks", {}).values():
@@ -377,7 +381,7 @@ def handle_of(target: Any) -> Handle | None:
 
 
 def tell_handles(pipe: Any) -> None:
-    """Called when a pipeline was given a model or a scheduler: the handles of its models may have more to follow."""
+    """Let the handles of a pipeline's models look for schedulers, after it was given a new component."""
     handles = [handle_of(x) for x in list(vars(pipe).values()) if isinstance(unwrap(x), nn.Module)]
     for handle in {id(handle): handle for handle in handles if handle is not None}.values():
         handle._follow_schedulers()

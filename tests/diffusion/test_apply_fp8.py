@@ -32,7 +32,7 @@ def test_pipeline_runs_in_fp8_and_says_so(config, near):
     with pipe.set_attn_processor(config) as handle:
         ours = run()
         rows = [row for row in handle.report().rows if row["status"] == "active"]
-        state = handle._parts[0].state
+        state = handle._denoisers[0].state
         lagged = [] if state is None else [site["lagged"] for site in state.summary()]
         again = run()
     assert rows and all(row["recipe"] == "qk_int8_pv_fp8" and row["calls"] == 4 for row in rows)

@@ -187,7 +187,7 @@ def test_pipeline_forward_hook_does_not_advance_a_second_time():
     pipe, run = flux_pipe()
     handle = pipe.set_attn_processor(EVERYTHING)
     advances = []
-    state = handle._parts[0].state
+    state = handle._denoisers[0].state
     original = state.advance
     state.advance = lambda *levels: (advances.append([round(float(u), 4) for u in levels]), original(*levels))
     run(steps=4)

@@ -63,7 +63,10 @@ def test_rotation_by_layer_is_run_counted_and_reported(scaling):
         assert "rotated" in str(handle.report())
         if scaling == "timestep":  # planned from the second step on, in its own channels
             assert [row["dynamic_calls"] for row in handle.report().rows] == [1, 1]
-            assert [site.rotation for part in handle._parts for site in part.state.sites] == ["none", "hadamard"]
+            assert [site.rotation for denoiser in handle._denoisers for site in denoiser.state.sites] == [
+                "none",
+                "hadamard",
+            ]
     assert (result - stock).norm() < 0.05 * stock.norm()
     with sp.apply(
         pipe, options(rotation="hadamard", scaling=scaling, layers={SINGLE: {"rotation": "none"}})
@@ -104,7 +107,7 @@ def test_auto_rotates_the_layers_that_need_it_from_the_next_step_on(outliers, sc
         assert float(notes[JOINT].split()[2]) < config_module.ROTATE_BELOW_DB <= float(notes[SINGLE].split()[2])
         if scaling == "timestep":  # first call, and first call in the other channels
             assert {row["layer"]: row["dynamic_calls"] for row in handle.report().rows} == {JOINT: 2, SINGLE: 1}
-        assert all(layer.sage._sage_probe is None for part in handle._parts for layer in part.layers)
+        assert all(layer.sage._sage_probe is None for denoiser in handle._denoisers for layer in denoiser.layers)
         with handle.probe(every=1) as probe:
             denoise(pipe, model, inputs, steps=3)  # a second run, decided by its own first step
         assert rotations(handle)[JOINT] == ("hadamard", 6, 8)

@@ -98,7 +98,7 @@ def test_compiled_calls_keep_row_maxima_from_step_to_step(how):
             if target is model:
                 handle.new_run()  # else rows are not kept: where a run begins is known on the device alone
             result = denoise(pipe, fast, inputs, steps=8)
-            state = handle._parts[0].state
+            state = handle._denoisers[0].state
             sites = [(site["calls"], site["lagged"]) for site in state.summary()]
             results[way] = result, sites, state.kept.row_maxima.nbytes
     (expected, eager_sites, eager_bytes), (result, sites, nbytes) = results.values()

@@ -8,7 +8,7 @@ import torch
 
 import sage_processors as sp
 from sage_processors.diffusion.calls import processors
-from sage_processors.options import PAG_REMEDY
+from sage_processors.unsupported import PAG_REMEDY
 from tests.diffusion.calls.test_processors import forward, sqnr_db
 from tests.diffusion.test_apply import processors_of
 from tests.diffusion.test_lifecycle import statuses

@@ -98,9 +98,9 @@ def test_Q11_frozen_scales_are_what_every_run_starts_from(scaling, recipe):
         assert ("are not frozen" in str(handle.report())) == (scaling in NEED_RUNS)
         handle.freeze_scales()
         assert "are frozen" in str(handle.report())
-        before = handle._parts[0].state.snapshot()
+        before = handle._denoisers[0].state.snapshot()
         assert is_same_again(drawing.a, drawing.b)
-        after = handle._parts[0].state.snapshot()
+        after = handle._denoisers[0].state.snapshot()
         assert all(torch.equal(before[name], after[name]) for name in ("table", "table_run"))
         warm = drawing.a()
         assert not torch.equal(warm, cold)  # a first step with a plan
@@ -277,7 +277,7 @@ def test_Q16_a_model_without_a_pipeline_tells_runs_by_its_timesteps(scaling, rec
         rows = handle.report().rows
         assert all(0 < row["dynamic_calls"] < row["calls"] for row in rows)
         # rows are kept only where the host knows of the runs
-        kept = [site["lagged"] for site in handle._parts[0].state.summary()]
+        kept = [site["lagged"] for site in handle._denoisers[0].state.summary()]
         assert all(n > 0 for n in kept) if told and recipe == RECIPES[1] else not any(kept)
 
 
@@ -383,7 +383,7 @@ def test_Q19_layers_that_come_after_freezing_are_frozen_too():
         module = model.get_submodule(slow.removesuffix(".processor"))
         module.processor, ours = (lambda *_, **__: None), module.processor
         handle.refresh()
-        assert handle._parts[0].state.frozen
+        assert handle._denoisers[0].state.frozen
         module.processor = ours
         handle.refresh()
         drawing.b()

@@ -34,7 +34,7 @@ def small_tiles(monkeypatch):
 
 
 def lists_of(handle):
-    return handle._parts[0].state.kept.skip_lists
+    return handle._denoisers[0].state.kept.skip_lists
 
 
 def test_T25_tiles_are_skipped_and_the_report_says_what_was_lost():
@@ -67,7 +67,7 @@ def test_Q51_a_picture_another_and_the_first_again(guided, recipe):
         first = drawing.draw(0, guided=guided)
         drawing.draw(1, steps=5, size=2.0, batch=2, guided=not guided)
         again = drawing.draw(0, guided=guided)
-        sites = len(handle._parts[0].state.sites)
+        sites = len(handle._denoisers[0].state.sites)
         assert len(lists_of(handle)._kept) == sites * 3  # both passes of guidance, and another shape
     assert torch.equal(first, again)
     with sp.apply(drawing.pipe, dataclasses.replace(SKIP, recipe=recipe)):
@@ -187,10 +187,10 @@ def test_Q50_steps_that_go_back_begin_anew():
     config = dataclasses.replace(SKIP, skip=dataclasses.replace(SKIP.skip, first_steps=0, last_steps=0, every=20))
     with sp.apply(drawing.pipe, config) as handle:
         drawing.draw(0, steps=4)
-        state, lists = handle._parts[0].state, lists_of(handle)
-        part, now = handle._parts[0], int(lists.now)
-        part.advance(0.3, 0.8, handle.steps.progress)
-        assert int(lists.now) == now + 1 + 20 and int(lists.went_back) == 1 and state is part.state
+        state, lists = handle._denoisers[0].state, lists_of(handle)
+        denoiser, now = handle._denoisers[0], int(lists.now)
+        denoiser.advance(0.3, 0.8, handle.steps.progress)
+        assert int(lists.now) == now + 1 + 20 and int(lists.went_back) == 1 and state is denoiser.state
 
 
 def test_options_that_make_no_sense_are_refused():

@@ -228,7 +228,7 @@ def test_study_variants_are_every_planned_rule():
     variants = {variant.name: variant for variant in quality.study_variants()}
     # but for the one whose pictures depend on those before
     assert {v.config.scaling.name for v in variants.values()} == {*RULES, "dynamic"} - {ADAPTIVE}
-    assert {variants[n].config.gamma for n in ("sigma_power", "sigma_ratio", "sigma_ratio_printed")} == {
+    assert {variants[n].config.scaling.gamma for n in ("sigma_power", "sigma_ratio", "sigma_ratio_printed")} == {
         "fit",
         1.0,
         -1.0,

@@ -276,7 +276,7 @@ def test_offloaded_layer_by_layer_every_run_is_the_same(planted):
 
 def test_a_handle_balances_too(planted):
     model, inputs, expected, _ = planted
-    with sp.apply(model, sp.SageAttnProcessor(scaling="dynamic", linears="int8", **ALL)):
+    with sp.apply(model, sp.SageAttnProcessor(scaling="dynamic", **ALL)):
         assert balances(model) and relative_error(run(model, inputs), expected) < 0.03
 
 

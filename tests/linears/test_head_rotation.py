@@ -280,7 +280,7 @@ def test_copies_go_on(how, rotary_passes):
     assert [type(m) for m in other.modules()] == [type(m) for m in model.modules()]
 
 
-@pytest.mark.parametrize("options", [{"linears": "none"}, {"keep": ("*",)}])
+@pytest.mark.parametrize("options", [{"linears": "none"}, {"layers": {"*": "none"}}])
 def test_a_model_without_a_layer_in_8_bit_is_as_it_was(options, rotary_passes):
     model, inputs = MODELS["llama"]()
     expected = logits(model, **inputs)

@@ -50,7 +50,7 @@ def psnr(a, b):
 def test_pictures_of_the_embedded_pipelines(name, format, bar):
     pipe = pipeline(name)
     stock = draw(pipe)
-    handle = pipe.set_attn_processor(sp.SageAttnProcessor(linears=format, **ALL))
+    handle = pipe.set_attn_processor(sp.SageAttnProcessor(linears=sp.Linears(format, min_features=0)))
     assert psnr(draw(pipe), stock) > bar
     report = handle.report()
     active = [row for row in report.linears.rows if row["format"]]
@@ -130,7 +130,7 @@ def test_a_handle_without_16_bit_weights_can_not_be_removed():
     with torch.no_grad():
         expected = model(**inputs, return_dict=False)[0]
         handle = sp.apply(
-            model, sp.SageAttnProcessor(**ALL, scaling="dynamic", linears=sp.Linears("int8", drop_weights=True))
+            model, sp.SageAttnProcessor(scaling="dynamic", linears=sp.Linears(min_features=0, drop_weights=True))
         )
         for call in (handle.remove, lambda: sp.apply(model)):
             with pytest.raises(RuntimeError, match="16-bit weights were dropped"):
@@ -171,7 +171,7 @@ def test_weights_that_an_average_was_copied_to_are_noticed_by_the_next_run():
         parameter.mul_(1.02)
     try:
         before = draw(pipe)
-        with pipe.set_attn_processor(sp.SageAttnProcessor(linears="int8", scaling="per_block", **ALL)):
+        with pipe.set_attn_processor(sp.SageAttnProcessor(scaling="per_block", **ALL)):
             draw(pipe)
             other.copy_to(unet.parameters())
             got = draw(pipe)

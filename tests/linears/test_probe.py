@@ -110,7 +110,7 @@ def test_a_compiled_model_is_probed_too():
 
 def test_layers_without_a_16_bit_weight_are_not_compared():
     pipe, model, inputs = flux_pipe()
-    handle = sp.apply(pipe, options(**ALL, drop_weights=True))
+    handle = sp.apply(pipe, options(linears=sp.Linears(min_features=0, drop_weights=True)))
     with handle.probe(every=1) as probe:
         denoise(pipe, model, inputs, steps=2)
         assert probe.linears() == [] and probe.data()

@@ -178,7 +178,7 @@ def test_what_is_no_such_file_or_model(saved, tmp_path):
         sp.save_quantized(3, path)
     with pytest.raises(TypeError, match="model: got int"):
         sp.load_quantized(3, path)
-    with pytest.raises(ValueError, match="policy: got 'Strict', expected one of .'fallback', 'strict'"):
+    with pytest.raises(ValueError, match="on_unsupported: got 'Strict', expected one of .'fallback', 'raise'"):
         sp.load_quantized(model, path, on_unsupported="Strict")
     with pytest.raises(ValueError, match="without 8-bit linear layers"):
         sp.save_quantized(model, tmp_path / "y.safetensors")

@@ -33,7 +33,7 @@ def as_on_hopper() -> None:
     install(device=0, stream=7)
     attention.device_tile = _hopper_tile
     attention.processors_of = prologue.processors_of = linear.processors_of = lambda device: 132
-    linear._capability = lambda device: 90
+    linear.capability_of = lambda device: 90
 
 
 def _closing(head_dim: int):

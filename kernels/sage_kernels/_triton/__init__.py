@@ -1,5 +1,5 @@
-"""All Triton and Gluon code and its launchers: the only folder that imports triton, loaded when a kernel is.
+"""All Triton and Gluon kernels with their launchers: the only folder that imports triton.
 
-Its files may import the ground floor of sage_kernels, never `reference`; its rooms: launch ← prologue ← attention,
-and decode beside these.
+It is imported when the first kernel is needed. Its files may import `sage_kernels.facts`, never `reference`. Its rooms
+import one way: mixed → attention → prologue → launch; decode, heads and linear → launch.
 """

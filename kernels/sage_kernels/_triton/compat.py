@@ -1,8 +1,8 @@
-"""Names of Triton, Gluon and the CUDA driver that are private or came with a version, and what is done without each.
+"""The only place for private or version-dependent names of Triton, Gluon and the CUDA driver.
 
-What is left without them is Triton's public way: kernel[grid](...), Triton's own kernels instead of Gluon's, pointers
-instead of the copy engine, launches that wait for the one before. Slower, the same results. Those of PyTorch are in
-sage_kernels/compat.py.
+Each name may be missing. Then the public way is taken: kernel[grid](...), Triton kernels instead of Gluon ones,
+pointers instead of the copy engine, launches that wait for the previous one. That is slower, with the same results.
+Private names of PyTorch are in sage_kernels/compat.py.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ import triton
 
 
 logger = logging.getLogger("sage_kernels")
-# tests/kernels/launch/test_compat.py deletes each
+# Looked up with `find`. tests/kernels/launch/test_compat.py deletes each
 NAMES = (
     "triton.runtime.driver",
     "triton.knobs.runtime",
@@ -34,13 +34,14 @@ NAMES = (
     "triton.runtime.cache.get_cache_manager",
     "triton._C.libtriton.get_cache_invalidating_env_vars",
 )
-# of Triton's kernels and compiled kernels
+# Attributes of Triton's kernels and compiled kernels, read with `attribute`
 ATTRIBUTES = (
     "params", "do_not_specialize", "do_not_specialize_on_alignment", "arg_names", "device_caches", "ASTSource",
     "compile", "run", "function", "packed_metadata", "metadata", "src", "signature", "target", "num_warps", "shared",
     "launcher_cls",
 )  # fmt: skip
 DRIVER = ("cuLaunchKernelEx", "cuTensorMapEncodeTiled", "cuFuncGetParamInfo")  # the last one from CUDA 12.4 on
+# All that the Hopper kernels use of Gluon
 GLUON = (
     "triton.experimental.gluon.jit",
     "triton.experimental.gluon.constexpr_function",
@@ -71,7 +72,7 @@ GLUON = (
     "triton.experimental.gluon.nvidia.hopper.TensorDescriptor",
 )  # fmt: skip
 
-# Earlier names, which the kernels go by as well (gluon_names.py)
+# Earlier names of the same functions; hopper_primitives.py takes whichever there is
 EARLIER = {
     f"triton.experimental.gluon.language.{new}": f"triton.experimental.gluon.language.{old}"
     for new, old in (
@@ -84,7 +85,7 @@ EARLIER = {
 
 
 def find(name: str):
-    """What stands at "triton.…" in this Triton; None where there is no such name."""
+    """Return the object with the dotted name "triton.…", or None if this Triton has none."""
     found, path = triton, "triton"
     for part in name.split(".")[1:]:
         path = f"{path}.{part}"
@@ -96,7 +97,10 @@ def find(name: str):
 
 
 def attribute(x, name: str):
-    """x.name, of an object that Triton made. Raises AttributeError."""
+    """Return x.name of an object made by Triton: a function, so that tests can hide names.
+
+    Raises: AttributeError.
+    """
     return getattr(x, name)
 
 
@@ -110,7 +114,7 @@ def _nothing():
 
 gdc_launch_dependents = find("triton.language.extra.cuda.gdc_launch_dependents")
 gdc_wait = find("triton.language.extra.cuda.gdc_wait")
-# Whether a launch may begin before the one before it ends: both ends have to say so
+# Programmatic dependent launch: a launch may begin before the previous one ends. Both kernels must take part.
 PROGRAMMATIC = gdc_launch_dependents is not None and gdc_wait is not None
 if not PROGRAMMATIC:
     gdc_launch_dependents = gdc_wait = _nothing
@@ -119,7 +123,7 @@ TensorDescriptor = find("triton.tools.tensor_descriptor.TensorDescriptor")
 
 @functools.cache
 def has_gluon() -> bool:
-    """Whether this Triton has all names of Gluon that the Hopper kernel is written with. Says so once if not."""
+    """Return whether this Triton has every Gluon name the Hopper kernels use. Warns once if not."""
     missing = [name for name in GLUON if find(name) is None and (name not in EARLIER or find(EARLIER[name]) is None)]
     if missing:
         logger.warning(
@@ -129,36 +133,40 @@ def has_gluon() -> bool:
     return not missing
 
 
-# A decorator for values with fields and methods in Gluon code
+# Decorator of classes with fields and methods for Gluon code; Triton's name is private
 aggregate = find("triton.language.core._aggregate")
 
 
 # launches
 
 _driver, _knobs = find("triton.runtime.driver"), find("triton.knobs.runtime")
-if not hasattr(type(_driver), "active"):  # the module of that name, where the object is not
+if not hasattr(type(_driver), "active"):  # without the object, `find` returns the module of the same name
     _driver = None
 
 
 def current_device() -> int:
+    """Return the index of the current GPU, by Triton's faster function if there is one."""
     return torch.cuda.current_device() if _driver is None else _driver.active.get_current_device()
 
 
 def current_stream(device: int) -> int:
+    """Return the handle (an address) of the device's current stream."""
     if _driver is None:
         return torch.cuda.current_stream(device).cuda_stream
     return _driver.active.get_current_stream(device)
 
 
-def someone_looks_on() -> bool:
-    """Whether a profiler wants to be told of launches; without the name to tell, someone does."""
+def profiler_listens() -> bool:
+    """Return whether a profiler has a hook on Triton's launches; True if this is unknown."""
     return bool(getattr(getattr(_knobs, "launch_enter_hook", None), "calls", True))
 
 
 @functools.cache
 def parameters(kernel) -> list[tuple[str, bool, bool]] | None:
-    """Of each parameter of a kernel: name, whether the kernel is compiled anew for other integers, and for unaligned
-    addresses. None where that can't be told, as of kernels in Triton's interpreter: only Triton can launch them.
+    """Describe each parameter of a kernel: (name, specialised on integers, specialised on alignment).
+
+    If specialised, the kernel is compiled again for other integers (or unaligned addresses).
+    Returns None if Triton doesn't say so, as for kernels in its interpreter: only Triton can launch such kernels.
     """
     if not isinstance(kernel, triton.JITFunction):
         return None
@@ -173,8 +181,10 @@ def parameters(kernel) -> list[tuple[str, bool, bool]] | None:
 
 
 def starter(compiled):
-    """start(programs, stream, values, rest) of a compiled kernel that was launched once: another launch, without its
-    metadata for profilers. None where there is no such way.
+    """Return a function that launches a compiled kernel again, without Triton's binding of arguments.
+
+    Its arguments: programs, stream, values (arguments of the kernel), rest (its constants). Profilers get no metadata.
+    Returns None if this Triton has no such way. The kernel must have been launched once.
     """
     try:
         run, function, packed = (attribute(compiled, name) for name in ("run", "function", "packed_metadata"))
@@ -190,73 +200,75 @@ def starter(compiled):
 # compiles
 
 _compilation = find("triton.knobs.compilation")
-_told = threading.local()  # .hits: of the compiles of a thread, while it wants to be told
+_callbacks = threading.local()  # .hits, .parsed: what this thread's compiles report to; None or missing: nothing
 
 
-def _tell(*, cache_hit: bool, **_) -> None:
-    hits = getattr(_told, "hits", None)
+def _on_compile(*, cache_hit: bool, **_) -> None:
+    hits = getattr(_callbacks, "hits", None)
     if hits is not None:
         hits.append(cache_hit)
 
 
 @contextlib.contextmanager
-def told_of_cache_hits():
-    """A list that grows by a bool for each kernel that this thread gets inside: whether it was on the disk.
+def collect_cache_hits():
+    """Collect, for each kernel compiled by this thread inside, whether Triton's disk cache had it.
 
-    Stays empty where Triton doesn't tell, or where somebody else wants to be told of compiles.
+    Yields a list of bools. It stays empty if Triton has no listener for compiles, or someone else's is set.
     """
-    if getattr(_compilation, "listener", _tell) is None:
-        _compilation.listener = _tell
-    _told.hits = []
+    if getattr(_compilation, "listener", _on_compile) is None:
+        _compilation.listener = _on_compile
+    _callbacks.hits = []
     try:
-        yield _told.hits
+        yield _callbacks.hits
     finally:
-        _told.hits = None
+        _callbacks.hits = None
 
 
 @functools.cache
-def _telling(source: type) -> type:
-    """A kind of source whose reading is told of: `source`, where it already is one."""
-    if hasattr(source, "_tells"):
+def _reporting(source: type) -> type:
+    """Return a subclass of Triton's source class; its make_ir calls `_callbacks.parsed` at the end."""
+    if hasattr(source, "_reports"):
         return source
 
     def make_ir(self, *arguments, **options):
         try:
             return source.make_ir(self, *arguments, **options)
         finally:
-            told = getattr(_told, "read", None)
-            if told is not None:
-                told()
+            callback = getattr(_callbacks, "parsed", None)
+            if callback is not None:
+                callback()
 
-    return type(source.__name__, (source,), {"make_ir": make_ir, "_tells": True})
+    return type(source.__name__, (source,), {"make_ir": make_ir, "_reports": True})
 
 
 @contextlib.contextmanager
-def told_when_read(kernel, told):
-    """told() is called when this thread's compile of the kernel inside has read its source, which needs Python's lock;
-    at once where Triton can't tell.
+def call_when_parsed(kernel, callback):
+    """Call callback() when this thread, compiling the kernel inside, has parsed its source.
+
+    Parsing runs in Python and holds the GIL; the rest of a compile does not. If Triton has no such hook, the callback
+    is called at once.
     """
     try:
-        attribute(kernel, "device_caches")[current_device()]  # what kind of source it has is decided here
-        kernel.ASTSource = _telling(attribute(kernel, "ASTSource"))
+        attribute(kernel, "device_caches")[current_device()]  # sets kernel.ASTSource
+        kernel.ASTSource = _reporting(attribute(kernel, "ASTSource"))
     except AttributeError:
-        told()
-    _told.read = told
+        callback()
+    _callbacks.parsed = callback
     try:
         yield
     finally:
-        _told.read = None
+        _callbacks.parsed = None
 
 
-class Wanted(NamedTuple):
-    """A kernel that Triton is about to compile, or to read from its cache.
+class CompileRequest(NamedTuple):
+    """A kernel that Triton is about to compile, or to load from its disk cache.
 
     Attributes:
-        name: the kernel's.
-        key: SHA-256 of all that decides its machine code: sources, types, constants, options, GPU, and the versions of
-            Triton and ptxas.
-        cached: () -> the hash that Triton's cache knows it by, another for each build of Triton, and where it is kept
-            there: get_group, put, put_group.
+        name: of the kernel.
+        key: SHA-256 of everything that decides its machine code: sources, types, constants, options, GPU, and the
+            versions of Triton and ptxas.
+        cached: a function that returns the hash by which Triton's cache knows the kernel (it differs between builds of
+            Triton), and the cache entry with get_group, put and put_group.
     """
 
     name: str
@@ -270,9 +282,11 @@ _cache_of = find("triton.runtime.cache.get_cache_manager")
 _environment = find("triton._C.libtriton.get_cache_invalidating_env_vars")
 
 
-def wanted(src, target, options) -> Wanted | None:
-    """What a compile with these arguments is to give. None where it may give something else than usual, as variables
-    of the environment or hooks change what Triton does; and where that can't be told."""
+def compile_request(src, target, options) -> CompileRequest | None:
+    """Describe the kernel a compile with these arguments produces.
+
+    Returns None if environment variables or hooks may change what Triton produces, or if that can't be known.
+    """
     if None in (_make_backend, _cache_key, _cache_of, _environment) or target is None:
         return None
     if any(getattr(_compilation, name, True) for name in ("always_compile", "override", "dump_ir")) or _environment():
@@ -287,34 +301,41 @@ def wanted(src, target, options) -> Wanted | None:
         known = hashlib.sha256(_cache_key(src, backend, parsed, {}).encode()).hexdigest()
         return known, _cache_of(known)
 
-    return Wanted(src.name, hashlib.sha256("-".join(decides).encode()).hexdigest(), cached)
+    return CompileRequest(src.name, hashlib.sha256("-".join(decides).encode()).hexdigest(), cached)
 
 
-def told_before_compiles(kernel, told) -> None:
-    """told(Wanted) is called before each compile of the kernel from now on, also where Triton's cache has it. Harmless
-    when repeated. It is not called where Triton can't tell, or compiles in an unusual way."""
+def call_before_compiles(kernel, callback) -> None:
+    """Call callback(CompileRequest) before each compile of the kernel from now on.
+
+    Triton "compiles" also if its disk cache has the kernel.
+
+    Calling this again for the same kernel changes nothing. The callback is not called if `compile_request` returns
+    None, or if this Triton has no such hook.
+    """
     try:
-        attribute(kernel, "device_caches")[current_device()]  # its compiler is set here
+        attribute(kernel, "device_caches")[current_device()]  # sets kernel.compile
         compile = attribute(kernel, "compile")
     except AttributeError:
         return
-    if getattr(compile, "_tells", False):
+    if getattr(compile, "_reports", False):
         return
 
     @functools.wraps(compile)
-    def telling(src, target=None, options=None, **others):
-        found = wanted(src, target, options)
+    def reporting(src, target=None, options=None, **others):
+        found = compile_request(src, target, options)
         if found is not None:
-            told(found)
+            callback(found)
         return compile(src, target=target, options=options, **others)
 
-    telling._tells = True
-    kernel.compile = telling
+    reporting._reports = True
+    kernel.compile = reporting
 
 
 def build_launcher(compiled) -> None:
-    """Make what launches a compiled kernel: until Triton 3.6 a C compiler does that at its first launch. It stays in
-    Triton's cache. Nothing is loaded onto the GPU: a graph may be captured just now.
+    """Build Triton's launcher of a compiled kernel in advance; it stays in Triton's disk cache.
+
+    Up to Triton 3.6 a C compiler builds it at the kernel's first launch. Nothing is loaded onto the GPU here, as a
+    CUDA graph may be under capture.
     """
     if _driver is not None:
         with contextlib.suppress(AttributeError):
@@ -326,7 +347,7 @@ def build_launcher(compiled) -> None:
 
 @functools.cache
 def cuda_driver():
-    """The CUDA driver's library with the functions that are needed here, or None."""
+    """Return the CUDA driver's library, or None if a function of DRIVER is missing."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
         launch, *_ = (getattr(driver, name) for name in DRIVER)
@@ -337,5 +358,5 @@ def cuda_driver():
 
 
 def descriptor_types() -> dict:
-    """{Triton's number of a descriptor's type: the CUDA driver's}; empty where Triton does not say."""
+    """Map Triton's number of an element type in tensor descriptors to the CUDA driver's; may be empty."""
     return find("triton.backends.nvidia.driver.TMA_DTYPE_DEVICE_TO_HOST") or {}

@@ -8,6 +8,8 @@ own.
 from __future__ import annotations
 
 import functools
+import logging
+import sys
 import threading
 import types
 from typing import Any
@@ -24,10 +26,15 @@ from ..heads.rotary import is_rotary
 from ..host.dispatcher import without_ours
 from ..host.patches import Binding, Patches
 from ..steps.windows import Window
-from .class_lists import list_beside
 from .processors import EVENTS, STAND_INS, CallSite
 from .processors import _fall_back as fall_back
 from .processors import _running as running
+
+
+logger = logging.getLogger("sage_processors")
+
+# diffusers' tuples of the classes that `set_default_attn_processor` knows; the models' modules import them by name
+_DEFAULTS_OF = ("ADDED_KV_ATTENTION_PROCESSORS", "CROSS_ATTENTION_PROCESSORS")
 
 
 def _rebuild(
@@ -175,8 +182,34 @@ def _sage_class(base: Any, fn: types.FunctionType) -> Any:
     cls = type(
         "Sage" + base.__name__, (_SageMethods, base), members | {"__module__": "sage_processors.diffusion.by_name"}
     )
-    list_beside(cls, base)
+    _list_beside(cls, base)
     return cls
+
+
+def _list_beside(cls: type, base: type) -> None:
+    """Add a Sage class to each list in diffusers that has its base: diffusers compares exact classes."""
+    _for_layer_skip(cls, base)
+    for module in [m for name, m in list(sys.modules.items()) if name.startswith("diffusers.")]:
+        for name in _DEFAULTS_OF:
+            known = vars(module).get(name)
+            if isinstance(known, tuple) and base in known and cls not in known:
+                setattr(module, name, (*known, cls))
+
+
+def _for_layer_skip(cls: type, base: type) -> None:
+    """Register a Sage class for diffusers' layer-skip and PAG hooks, if its base is registered."""
+    try:
+        from diffusers.hooks._helpers import AttentionProcessorRegistry
+    except ImportError:
+        logger.debug(
+            "this diffusers has no AttentionProcessorRegistry: its layer-skip hooks can't meet Sage processors"
+        )
+        return
+    try:
+        metadata = AttentionProcessorRegistry.get(base)
+    except ValueError:
+        return  # the hooks don't know the base class either
+    AttentionProcessorRegistry.register(cls, metadata)
 
 
 def attention_calls_in(base: type) -> int:

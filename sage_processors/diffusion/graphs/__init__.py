@@ -1,4 +1,4 @@
-"""CUDA graphs of a whole forward, and the checks that the model is still what was captured.
+"""CUDA graphs of whole forwards, and the check that a model is unchanged since the capture.
 
-May import host/.
+May import host/, linears/, patching/ and postponed/; nothing else of diffusion/.
 """

@@ -1,8 +1,8 @@
-"""What a CUDA graph of a model's forward takes for granted, and what of a model no such graph could hold.
+"""Check that a model is still as it was when a CUDA graph of its forward was captured.
 
-A graph holds what Python decided when it was captured, and reads weights where they lay. So attributes of all modules
-are compared before each replay (LoRA and IP-Adapter scales, FreeU, processors, hooks), and where each weight lies and
-how often it was written to: about a microsecond a module, on a host that would be idle.
+A graph keeps what Python decided during the capture, and reads weights at their addresses of that time. So before each
+replay the attributes of all modules are compared (scales of LoRA and IP-Adapters, FreeU, processors, hooks), and the
+address and the count of writes of each weight. This takes about a microsecond a module, on a host that would be idle.
 """
 
 from __future__ import annotations
@@ -25,19 +25,22 @@ from ...torch_modes import AsUnderNoGrad
 from ..host.root_hook import RootHook
 
 
-OURS = (RootHook, PrepareHook, EndHook, AsUnderNoGrad)  # hooks that are captured with a forward
+OURS = (RootHook, PrepareHook, EndHook, AsUnderNoGrad)  # hooks that may be captured with a forward
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
-OPAQUE = ("torch", "builtins", "sage_kernels", "sage_processors")  # whose objects are compared by what they are alone
+OPAQUE = ("torch", "builtins", "sage_kernels", "sage_processors")  # attributes of their objects are not compared
 VERSION = operator.attrgetter("_version")
-DEPTH = 3  # of containers in containers
+DEPTH = 3  # levels of nested containers that are compared
 
 
 def obstacle(model: nn.Module, device: torch.device) -> str:
-    """Why calls of the model on this device can't be replayed, or "".
+    """Return the reason why a model's forward can't be captured on this device; "" if it can.
 
-    "device": not all of it lies there. "offload": weights come and go. "hooks": Python that a replay would leave out.
-    "compiled": a part is a graph of its own.
+    Returns:
+        "device": some of its tensors are elsewhere.
+        "offload": accelerate moves its weights in and out.
+        "hooks": there are hooks not our own, which a replay would leave out.
+        "compiled": one of its submodules is compiled.
     """
     if any(getattr(nn_module, name) for name in GLOBAL_HOOKS):
         return "hooks"
@@ -45,7 +48,7 @@ def obstacle(model: nn.Module, device: torch.device) -> str:
         values = module.__dict__
         if any(x.device != device for x in _tensors(module)):
             return "device"
-        if "_hf_hook" in values:  # accelerate's
+        if "_hf_hook" in values:  # of accelerate
             return "offload"
         if getattr(values.get("_diffusers_hook"), "hooks", None):
             return "hooks"
@@ -58,7 +61,10 @@ def obstacle(model: nn.Module, device: torch.device) -> str:
 
 
 class ModelState:
-    """A model as it is when a graph of it has been captured. Attributes: in_8_bit: its swapped linear layers."""
+    """A model's state right after a capture, to compare later.
+
+    Attributes: in_8_bit: its swapped linear layers.
+    """
 
     def __init__(self, model: nn.Module):
         modules = list(model.modules())
@@ -72,25 +78,28 @@ class ModelState:
         self._code = watch_of(modules)
 
     def holds(self) -> bool:
-        """Whether the model is still what it was."""
+        """True if the model is unchanged."""
         if any(getattr(nn_module, name) for name in GLOBAL_HOOKS) or self._code.changed():
             return False
         try:
             if self._now != self._then:
                 return False
-        except (RuntimeError, ValueError):  # what can't be compared took the place of what was there
+        except (RuntimeError, ValueError):  # a new value can't be compared, such as a tensor of several elements
             return False
-        # of tensors dicts compare numbers, unless these are the same objects
+        # comparing dicts compares the values of tensors that are not the same object; a graph needs the same objects
         are_there = all(map(operator.is_, map(operator.getitem, self._containers, self._keys), self._tensors))
         return are_there and self._memory == self._where_and_when()
 
     def _where_and_when(self) -> list[int]:
-        """Where the tensors lie, and how often they were written to."""
+        """Return the addresses of all tensors and the counts of writes to them."""
         return [*map(torch.Tensor.data_ptr, self._tensors), *map(VERSION, self._counted)]
 
 
 def watch_of(modules: Iterable[nn.Module]) -> Watch:
-    """A watch on the code of modules and of their attention processors, on what they use by name, and on attention."""
+    """Return a watch on the code of modules, of their attention processors, and of attention itself.
+
+    It notices if such a function, or one that it uses by name, is replaced.
+    """
     watch = Watch(methods=[(F, "scaled_dot_product_attention")])
     owners: list[tuple[Any, str]] = [(type(module), "forward") for module in modules]
     owners += [(type(module.processor), "__call__") for module in modules if hasattr(module, "processor")]
@@ -103,9 +112,9 @@ def watch_of(modules: Iterable[nn.Module]) -> Watch:
 
 
 def refresh_weights(modules: Iterable[nn.Module]) -> None:
-    """Compare 8-bit weights with 16-bit ones that somebody may have written to uncounted; make those anew that differ.
+    """Quantise 8-bit weights again if their 16-bit weights have changed, even by uncounted writes.
 
-    An eager forward does so, too, where it needs them.
+    An eager forward does the same for the weights it needs.
     """
     for module in modules:
         state = module.__dict__.get("_sage_linear")
@@ -118,7 +127,10 @@ def refresh_weights(modules: Iterable[nn.Module]) -> None:
 
 
 def _copied(value: Any, held: list[tuple[Any, Any, torch.Tensor]], depth: int = DEPTH) -> Any:
-    """Containers anew, so that what is put into them shows; everything else as it is. held: gets their tensors."""
+    """Copy nested containers, so that later changes in them show. Other values are kept as they are.
+
+    held: receives (container, key, tensor) for each tensor in a dict, list or tuple.
+    """
     if depth == 0 or not (isinstance(value, dict) or type(value) in (list, tuple, set)):
         return value
     if isinstance(value, set):
@@ -134,7 +146,7 @@ def _tensors(module: nn.Module) -> list[torch.Tensor]:
 
 
 def _attributes(module: nn.Module) -> list[dict[str, Any]]:
-    """Of a module and of objects that it has, such as a processor that is no module."""
+    """Return the attribute dicts of a module and of objects it holds, such as a plain processor."""
     found = [module.__dict__]
     for name, value in module.__dict__.items():
         is_known = name == "processor" or type(value).__module__.partition(".")[0] not in OPAQUE

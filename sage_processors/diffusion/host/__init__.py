@@ -1,4 +1,4 @@
-"""Finding a denoiser's attention processors and giving them other classes; all private names of diffusers.
+"""Code for diffusers' internals: find and rebind attention processors, add a back end.
 
-May import patching/ and options; nothing else of this folder.
+May import patching/ and postponed/; nothing else of diffusion/.
 """

@@ -1,19 +1,22 @@
-"""Find what there is to swap: denoisers of a pipeline, attention modules of a model, heads of an attention call.
+"""Find denoisers of a pipeline, attention modules of a model, and the head layout of attention calls.
 
-The tensors of a scale state must exist before torch.compile sees the model, so the layout of every attention call is
-read from its module. A wrong guess is harmless: the call notices it and scales from its inputs, and the report names
-the layer.
+The tensors of a scale state must exist before torch.compile sees the model. So the number of heads and the head_dim of
+each attention call are guessed from its module. A wrong guess is harmless: the call notices it, takes its scales from
+its inputs, and the report names the layer.
 """
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterable
 from types import FunctionType
+from typing import Any
 
 import torch
 from torch import nn
 
 
-# Components that run once per image, or in which INT8 attention has no place (head_dim 512 in VAEs).
+# Components that run once per image, or that INT8 attention does not suit (VAEs have a head_dim of 512).
 _NEVER = ("vae", "vqvae", "vqgan", "movq", "text_encoder", "image_encoder", "safety_checker")
 _DENOISER_NAMES = ("unet", "transformer", "controlnet", "prior", "decoder", "dit")
 
@@ -22,6 +25,7 @@ _KV_HEADS = ("kv_heads", "num_kv_heads", "num_key_value_heads", "n_kv_heads")
 _HEAD_DIM = ("head_dim", "dim_head", "attention_head_dim", "head_size")
 _QUERY = ("to_q", "to_query", "q_proj", "q", "wq")
 _KEY = ("to_k", "to_key", "k_proj", "k", "wk")
+_PROJECTIONS = ("encoder_hid_proj", "image_proj")  # of IP-Adapters' images: in UNets and FLUX; in SD3
 
 
 def _number(module, names) -> int | None:
@@ -33,7 +37,7 @@ def _number(module, names) -> int | None:
 
 
 def _width(module, names) -> int | None:
-    """Output width of the first projection found."""
+    """Return the output width of the first of these projections; None if there is none."""
     for name in names:
         layer = getattr(module, name, None)
         layer = layer[0] if isinstance(layer, nn.Sequential) and len(layer) else layer
@@ -49,10 +53,9 @@ def _mentions(code, word: str) -> bool:
 
 
 def discover_sites(module, sage) -> list[tuple[int, int] | None]:
-    """(kv_heads, head_dim) of every attention call of a module with Sage processor `sage`; None where it can't be
-    told.
+    """Return (kv_heads, head_dim) of each attention call in a module's Sage processor; None if unknown.
 
-    After a first run, what the calls really had comes first.
+    After a first run these are the values that the calls really had.
     """
     heads, head_dim = _number(module, _HEADS), _number(module, _HEAD_DIM)
     query, key = _width(module, _QUERY), _width(module, _KEY)
@@ -62,7 +65,7 @@ def discover_sites(module, sage) -> list[tuple[int, int] | None]:
         width = query or _number(module, ("inner_dim", "embed_dim", "dim"))
         head_dim = width // heads if width and width % heads == 0 else None
     kv_heads = heads
-    # most processors repeat the key/value heads before the op; those that don't say enable_gqa
+    # most processors repeat the key/value heads before the call; the others pass enable_gqa
     if heads and head_dim and _mentions(type(sage)._sage_base.__call__.__code__, "enable_gqa"):
         kv_heads = _number(module, _KV_HEADS) or (key // head_dim if key and key % head_dim == 0 else heads)
     guess = (kv_heads, head_dim) if kv_heads and head_dim else None
@@ -73,7 +76,7 @@ def discover_sites(module, sage) -> list[tuple[int, int] | None]:
 
 
 def attention_modules(model):
-    """(name, module) of every module of `model` that calls an attention processor."""
+    """Yield (name, module) for every module of a model that calls an attention processor."""
     for name, module in model.named_modules():
         processor = getattr(module, "processor", None)
         if isinstance(getattr(type(processor), "__call__", None), FunctionType):  # noqa: B004 (not any callable)
@@ -81,24 +84,24 @@ def attention_modules(model):
 
 
 def put_processor(module, processor) -> None:
-    """module.processor = processor, between plain objects and nn.Module processors in both directions."""
+    """Set `module.processor`, also if an nn.Module replaces a plain object or the other way round."""
     module._modules.pop("processor", None)
     module.__dict__.pop("processor", None)
     module.processor = processor
 
 
 def unwrap(target):
-    """The model inside of `torch.compile(model)`."""
+    """Return the model inside `torch.compile(model)`; any other object unchanged."""
     return getattr(target, "_orig_mod", target)
 
 
 def is_pipeline(target) -> bool:
-    """Whether `target` has components, as diffusers' pipelines do."""
+    """True for an object with a dict of components, as diffusers' pipelines have."""
     return not isinstance(target, nn.Module) and isinstance(getattr(target, "components", None), dict)
 
 
 def denoisers(pipe) -> dict[str, nn.Module]:
-    """The denoising models of a pipeline, by component name."""
+    """Return the denoising models of a pipeline by component name; none for None."""
     found: dict[str, nn.Module] = {}
     for name, component in ({} if pipe is None else pipe.components).items():
         model = unwrap(component)
@@ -113,7 +116,10 @@ def denoisers(pipe) -> dict[str, nn.Module]:
 
 
 def input_device(values) -> torch.device | None:
-    """Where the first real input lives. Not the model's device: offloading moves a model inside its forward."""
+    """Return the device of the first input tensor with two or more dimensions; None without one.
+
+    The model's own device is no guide: offloading moves a model inside its forward.
+    """
     for value in values:
         value = value[0] if isinstance(value, (list, tuple)) and value else value
         if isinstance(value, torch.Tensor) and value.dim() >= 2:
@@ -122,6 +128,20 @@ def input_device(values) -> torch.device | None:
 
 
 def device_of(model) -> torch.device:
-    """Where the parameters live; the CPU while they are nowhere (meta)."""
+    """Return the device of a model's parameters; the CPU without any, or on the meta device."""
     parameter = next(model.parameters(), None)
     return torch.device("cpu") if parameter is None or parameter.device.type == "meta" else parameter.device
+
+
+def signs_of(model: Any, modules: Iterable[Any]) -> tuple[Any, ...]:
+    """Return values that change when diffusers puts other processors into a model.
+
+    diffusers does so for IP-Adapters and fused projections, and tells nobody. But it leaves a sign: another image
+    projection on the model, or a flag on its attention modules. A processor set by the user leaves no sign, and stays.
+
+    Args: modules: the attention modules to look at.
+    """
+    projections = (getattr(model, name, None) for name in _PROJECTIONS)
+    fused = (getattr(module, "fused_projections", False) for module in modules)
+    # weak references, so that an unloaded adapter's memory is freed
+    return (*(None if found is None else weakref.ref(found) for found in projections), *fused)

@@ -1,8 +1,8 @@
-"""Our place in diffusers' attention dispatcher, and all of its private names that this package touches.
+"""Our attention back end in diffusers' dispatcher. All private names of the dispatcher are here.
 
-A back end is a function in a registry, but its name has to be a member of an enum that diffusers closed: whatever
-takes a name (`set_attention_backend`, `attention_backend`, DIFFUSERS_ATTN_BACKEND) makes a member of it. So one is
-added, and taken out again. Tried with diffusers 0.36 to 0.42.
+A back end is a function in a registry. Its name must be a member of an enum, because everything that takes a name
+(`set_attention_backend`, `attention_backend`, DIFFUSERS_ATTN_BACKEND) looks the name up there. An enum can't be
+extended, so we add a member through its private dictionaries, and remove it again. Works with diffusers 0.36 to 0.42.
 """
 
 from __future__ import annotations
@@ -21,11 +21,15 @@ _REGISTRY = ("register", "_backends", "_constraints", "_supported_arg_names", "_
 _ENUM = ("_member_map_", "_member_names_", "_value2member_map_")
 
 _module: Any = None
-_ours: list[tuple[Any, Any]] = []  # the member, and which back end was active before it came
+_ours: list[tuple[Any, Any]] = []  # (our enum member, the back end that was active before)
 
 
 class _AnyArgument:
-    """Names of the arguments that a back end takes, for a registry that drops all others without a word: any."""
+    """A collection of argument names that contains every name.
+
+    diffusers' registry silently drops arguments with a name that is not in a back end's collection. Ours gets all of
+    them, so that a call with an unknown argument runs in 16 bit instead of without it.
+    """
 
     def __init__(self, *names: str) -> None:
         self._names = names
@@ -38,9 +42,10 @@ class _AnyArgument:
 
 
 def module() -> Any:
-    """The module of diffusers, also where DIFFUSERS_ATTN_BACKEND names our back end, which it can't know yet.
+    """Import and return diffusers' dispatcher module.
 
-    Kept for code that is traced: before torch 2.13, torch.compile follows no import of a lazy module.
+    If DIFFUSERS_ATTN_BACKEND names our back end, the variable is set aside during the import, because diffusers does
+    not know the name yet. The module is kept for traced code: before torch 2.13, torch.compile can't import it.
     Raises: ImportError without diffusers.
     """
     global _module
@@ -63,7 +68,10 @@ def module() -> Any:
 
 
 def load() -> Any:
-    """The module of diffusers, if a back end of ours fits in. Raises: ImportError without it, or with another one."""
+    """Return diffusers' dispatcher module after a check that our back end can be added.
+
+    Raises: ImportError without diffusers, or with a version whose dispatcher lacks a name that we need.
+    """
     module()
     missing = [name for name in _NEEDED if not hasattr(_module, name)]
     missing = missing or [name for name in _REGISTRY if not hasattr(_module._AttentionBackendRegistry, name)]
@@ -78,22 +86,23 @@ def load() -> Any:
 
 
 def _new_member(names: Any) -> Any:
-    """What the enum makes of a member in its class body. Its dictionaries are written to last."""
+    """Add a member to the enum, as its class body would. Writes to the enum's dictionaries last."""
     member = str.__new__(names, NAME)
     member._name_, member._value_, member.__objclass__ = _MEMBER, NAME, names
     setattr(names, _MEMBER, member)
     names._member_names_.append(_MEMBER)
     names._member_map_[_MEMBER] = names._value2member_map_[NAME] = member
-    if hasattr(names, "_hashable_values_"):  # Python 3.13: what `in` looks at
+    if hasattr(names, "_hashable_values_"):  # used by `in` since Python 3.13
         names._hashable_values_.append(NAME)
     return member
 
 
 def add(attend: Callable[..., Any], arguments: tuple[str, ...]) -> None:
-    """Make `attend` a back end of the name NAME, active if DIFFUSERS_ATTN_BACKEND says so. Twice is once.
+    """Register `attend` as the back end called NAME; a second call does nothing.
 
-    Args: attend: called with keywords alone. arguments: the names of those that it knows.
-    Raises: RuntimeError where diffusers has another one of this name.
+    It becomes the active back end if DIFFUSERS_ATTN_BACKEND names it.
+    Args: attend: called with keyword arguments only. arguments: the names of the arguments it knows.
+    Raises: RuntimeError if diffusers already has a back end of this name that is not ours.
     """
     module = load()
     names, registry = module.AttentionBackendName, module._AttentionBackendRegistry
@@ -113,7 +122,7 @@ def add(attend: Callable[..., Any], arguments: tuple[str, ...]) -> None:
 
 
 def remove() -> None:
-    """Take our back end out again; where it is active, the one from before is. Nothing if it is not there."""
+    """Remove our back end, if it is registered. If it is active, the earlier one becomes active again."""
     if not _ours:
         return
     module = load()
@@ -133,33 +142,36 @@ def remove() -> None:
 
 
 def is_registered() -> bool:
-    """Whether diffusers knows our back end."""
+    """True if our back end is registered with diffusers."""
     return bool(_ours)
 
 
 def is_active() -> bool:
-    """Whether processors that name no back end run ours."""
+    """True if our back end is the active one, used by processors that name none."""
     return bool(load()._AttentionBackendRegistry._active_backend == NAME)
 
 
 def native() -> Callable[..., Any]:
-    """Diffusers' exact attention: the function behind the name "native"."""
+    """Return diffusers' own 16-bit attention, the function of the back end "native"."""
     attend: Callable[..., Any] = _module._AttentionBackendRegistry._backends[_module.AttentionBackendName.NATIVE]
     return attend
 
 
 def is_native(backend: Any) -> bool:
-    """Whether a back end of a processor (None: the active one) is diffusers' native one, which returns no sums."""
+    """True if a processor's back end is diffusers' native one, which returns no log-sum-exp.
+
+    backend: None stands for the active one.
+    """
     named = _module._AttentionBackendRegistry._active_backend if backend is None else backend
     return bool(named == _module.AttentionBackendName.NATIVE)
 
 
 def without_ours(backend: Any) -> Any:
-    """A back end of a processor, None for ours: a Sage processor goes by its own rules then, as without one."""
+    """Return a processor's back end; None for ours, because a Sage processor runs INT8 attention anyway."""
     return None if backend == NAME else backend
 
 
 def exact(backend: Any) -> Any:
-    """The back end for a call that has to be exact: `backend`, or native where ours would run."""
+    """Return the back end for a call that must run in 16 bit: `backend`, or native in place of ours."""
     named = _module._AttentionBackendRegistry._active_backend if backend is None else backend
     return _module.AttentionBackendName.NATIVE if named == NAME else backend

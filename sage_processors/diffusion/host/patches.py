@@ -1,7 +1,7 @@
-"""An attention processor's own code with other attention ops, made anew when a function that it uses is replaced.
+"""A processor's own code with our attention functions, rebuilt when a function it uses is replaced.
 
-Others may replace functions while a program runs (../patched.py). Where that is the processor's `__call__` or an
-attention function, its layers run what was put there, in 16 bit.
+Other libraries may replace functions while a program runs (patching/patched.py). If they replace the processor's
+`__call__` or an attention function, its layers run the replacement, in 16 bit.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from .rebind import StandIns, rebind
 
 
 class Binding:
-    """The `__call__` of one processor class with stand-ins. The layers of all models share it.
+    """The `__call__` of one processor class with stand-ins, shared by the layers of all models.
 
     Attributes:
         inner: the code with the stand-ins.
-        calls: attention calls in the code.
-        is_of_libraries: all functions that the code uses by name are a library's: they may be handed what waits.
-        is_replaced: `__call__` or an attention function is another one than at first: `inner` is not to be used.
-        face: the function that models see as `__call__`, if any. They drop keyword arguments (RoPE, masks!) that its
-            signature does not have.
+        calls: number of attention calls in the code.
+        is_of_libraries: True if all functions that the code uses by name come from a library. Only these may be given
+            postponed results.
+        is_replaced: True if `__call__` or an attention function was replaced. `inner` must not be used then.
+        face: the function that models see as `__call__`, if any. Its signature has to be right: models drop keyword
+            arguments, such as masks and rotary embeddings, that it does not have.
     """
 
     def __init__(self, base: Any, ops: StandIns) -> None:
@@ -42,7 +43,7 @@ class Binding:
 
     def _bind(self) -> None:
         bound = rebind(self._fn, self._ops)
-        self._made_of |= dict.fromkeys(bound.made_of)  # also what it was made of when it was whole, and is again
+        self._made_of |= dict.fromkeys(bound.made_of)  # earlier functions stay: they may be put back
         watch = Watch()
         for function in self._made_of:
             watch.function(function, bound.seen if function.__globals__ is self._fn.__globals__ else None)
@@ -53,7 +54,7 @@ class Binding:
         self.is_of_libraries = all(map(is_library_function, watch.functions()))
 
     def look(self) -> None:
-        """Follow what was replaced, or put back."""
+        """Rebuild the code if a function it uses was replaced or put back."""
         if self._watch.changed():
             self._bind()
         self.is_replaced = self._bound_calls != self.calls or (self.calls > 0 and self._own.changed())
@@ -63,28 +64,28 @@ class Binding:
             self._shown = there
 
     def names(self) -> list[str]:
-        """Names of the replaced functions because of which `inner` is not to be used."""
+        """Return the names of replaced functions that forbid the use of `inner`."""
         return self._own.names() + self._whole.names() if self.is_replaced else []
 
 
 class Patches:
-    """Tells which functions were replaced since some layers of one class were swapped.
+    """A check for functions that were replaced since layers of one processor class were swapped.
 
-    Attributes: found: attention was, which their calls run in 16 bit.
+    Attributes: found: True if attention was replaced; the layers' calls then run in 16 bit.
     """
 
     def __init__(self, binding: Binding) -> None:
         self._binding = binding
-        self._sdpa = Watch(methods=[(F, "scaled_dot_product_attention")])  # diffusers' own back ends call it, too
+        self._sdpa = Watch(methods=[(F, "scaled_dot_product_attention")])  # called by diffusers' own back ends
         self.found = False
         self.look()
 
     def look(self) -> None:
-        """Look again: before each forward of a model."""
+        """Check again. Called before each forward of a model."""
         self._binding.look()
         self.found = self._binding.is_replaced or (self._binding.calls > 0 and self._sdpa.changed())
 
     def note(self) -> str:
-        """A remark for the report of such layers; "" where nothing was found."""
+        """Return a remark for the report of these layers; "" if nothing was replaced."""
         names = self._binding.names() + self._sdpa.names()
         return f"replaced after the swap: {', '.join(dict.fromkeys(names))}" if self.found else ""

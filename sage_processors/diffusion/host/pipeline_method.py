@@ -1,7 +1,8 @@
-"""Give diffusers' pipelines, modular ones too, their `set_attn_processor`, whichever package is imported first.
+"""The method `set_attn_processor` for diffusers' pipelines, and news of their new components.
 
-Pipelines also tell here of the models and schedulers that they are given: several may share a model. diffusers imports
-its pipelines lazily, and this package must not import diffusers.
+The pipeline classes, modular ones too, are patched whichever package is imported first: diffusers imports them lazily,
+and this package must not import diffusers. A patched pipeline also announces each model and scheduler that it is
+given, because several pipelines may share a model.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ _swaps: list[Callable] = []
 
 
 def known_pipelines() -> list:
-    """Pipelines that were given a component since this package was imported, and are alive."""
+    """Return the live pipelines that were given a component since this package was imported."""
     return list(_pipelines)
 
 
 def listen(listener) -> None:
-    """Have `listener(pipeline)` called whenever a pipeline gets a model or a scheduler."""
+    """Call `listener(pipeline)` from now on whenever a pipeline is given a model or a scheduler."""
     _listeners.append(listener)
 
 
 def _telling(setattr_):
-    """A pipeline's `__setattr__` that tells handles of its models when it gets another component."""
+    """Wrap a pipeline's `__setattr__` to call the listeners when a component is set."""
 
     @functools.wraps(setattr_)
     def __setattr__(self, name, value):
@@ -65,7 +66,7 @@ def _patch(module: str, name: str) -> None:
         pipeline.__setattr__ = _telling(pipeline.__setattr__)
 
 
-# module → (its class of pipelines, what patches it once it is loaded)
+# module → (name of its pipeline class, function that patches the class)
 _PATCHES = {
     module: (name, functools.partial(_patch, module, name))
     for module, name in (
@@ -76,7 +77,10 @@ _PATCHES = {
 
 
 def add_pipeline_method(swap) -> None:
-    """Patch the classes now, or when diffusers loads them. swap(pipeline, processor) is what the method does."""
+    """Give the pipeline classes their method, now or when diffusers loads them.
+
+    Args: swap: called by the method, as swap(pipeline, processor).
+    """
     _swaps.append(swap)
     for module, (name, patch) in _PATCHES.items():
         when_imported(module, patch, ready=name)

@@ -1,7 +1,7 @@
-"""Run a function's own code with another attention op: the same code, other globals.
+"""Rebind a function: the same code with other globals, so that it calls our attention functions.
 
-Why this and not a re-implementation: every attention processor of diffusers calls the module-level names
-`F.scaled_dot_product_attention` or `dispatch_attention_fn` directly, so replacing what these names mean is enough.
+This replaces a re-implementation of every attention processor in diffusers. They all call the module-level names
+`F.scaled_dot_product_attention` or `dispatch_attention_fn`, so it is enough to change the meaning of these names.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ dispatch_attention_fn = attention_dispatch.dispatch_attention_fn
 
 
 class StandIns(NamedTuple):
-    """What code gets to see instead of the module torch.nn.functional and of the two attention functions.
+    """The replacements for torch.nn.functional and for the two attention functions.
 
-    other: a global -> what else it is replaced with, or None.
+    other: maps any other global to its replacement, or to None if it stays.
     """
 
     functional: types.ModuleType
@@ -35,21 +35,21 @@ class StandIns(NamedTuple):
 
 
 class _Functional(types.ModuleType):
-    """torch.nn.functional with one function replaced; everything else is looked up there when it is used."""
+    """A copy of torch.nn.functional with one function replaced. Looks everything else up there on use."""
 
     def __getattr__(self, name):
         return getattr(F, name)
 
 
 def stand_ins(sdpa, dispatch, other=lambda value: None) -> StandIns:
-    """Stand-ins that call `sdpa` and `dispatch`, which take the arguments of the originals."""
+    """Return stand-ins that call `sdpa` and `dispatch` with the arguments of the original functions."""
     functional: Any = _Functional("torch.nn.functional")
     functional.scaled_dot_product_attention = sdpa
     return StandIns(functional, sdpa, dispatch, other)
 
 
 def _stand_in(value, names, ops: StandIns):
-    """What the global `value` is replaced with, or None."""
+    """Return the replacement of a global's value; None if it stays."""
     if value is F and "scaled_dot_product_attention" in names:
         return ops.functional
     if value is F.scaled_dot_product_attention:
@@ -59,15 +59,18 @@ def _stand_in(value, names, ops: StandIns):
 
 @functools.lru_cache(2048)
 def _names_in(code: types.CodeType) -> tuple[tuple[str, str], ...]:
-    """(instruction, name) of each instruction of `code` that has a name: layers of a model share a few functions."""
+    """Return (instruction, name) of each instruction with a name. Cached: layers share few functions."""
     return tuple((i.opname, i.argval) for i in dis.get_instructions(code) if isinstance(i.argval, str))
 
 
 class Found(NamedTuple):
-    """What the code of a function calls.
+    """The attention calls and globals found in the code of a function.
 
-    Attributes: calls: of attention. replaced: globals to replace. helpers: functions of its module that call
-        attention, by name. others: functions that `ops.other` stands in for.
+    Attributes:
+        calls: number of attention calls.
+        replaced: globals to replace, by name.
+        helpers: functions of the same module that call attention, by name.
+        others: functions replaced by `StandIns.other`.
     """
 
     calls: int = 0
@@ -77,7 +80,7 @@ class Found(NamedTuple):
 
 
 def _scan(fn, ops: StandIns, scope: dict[str, Any], above=()) -> Found:
-    """scope: the globals of `fn`, or a copy."""
+    """Find the attention calls of a function and of its helpers. scope: its globals, or a copy."""
     instructions = _names_in(fn.__code__)
     names = {name for _, name in instructions}
     calls = 0
@@ -107,8 +110,14 @@ def _scan(fn, ops: StandIns, scope: dict[str, Any], above=()) -> Found:
 
 
 class Bound(NamedTuple):
-    """A function with stand-ins. Attributes: function. calls: of attention, in its code. made_of: the functions whose
-    code, or code of ours in its place, runs when it is called. seen: the globals that it was made with."""
+    """A rebound function.
+
+    Attributes:
+        function: the code with stand-ins.
+        calls: number of attention calls in the code.
+        made_of: the original functions that it runs, or that a stand-in replaces.
+        seen: the globals it was made with.
+    """
 
     function: types.FunctionType
     calls: int
@@ -117,7 +126,7 @@ class Bound(NamedTuple):
 
 
 def rebind(fn, ops: StandIns) -> Bound:
-    """`fn` with `ops` in place of the attention functions of torch and diffusers."""
+    """Return a function's code with stand-ins for the attention functions of torch and diffusers."""
     seen = dict(fn.__globals__)
     found = _scan(fn, ops, seen)
     scope = scope_of(seen, found.replaced)
@@ -129,5 +138,5 @@ _LOOK_ONLY = stand_ins(F.scaled_dot_product_attention, dispatch_attention_fn)
 
 
 def attention_calls(fn) -> int:
-    """Number of attention calls in a Python function's own code; 0 for anything else."""
+    """Return the number of attention calls in a Python function's code; 0 for any other object."""
     return _scan(fn, _LOOK_ONLY, fn.__globals__).calls if isinstance(fn, types.FunctionType) else 0

@@ -197,17 +197,17 @@ class Probe:
     def attach(self, only: Collection[str] | None = None) -> None:
         """Watch all swapped layers, with those swapped since. only: if given, replaces the names to watch."""
         self._only = self._only if only is None else only
-        for part in self._handle._parts:
-            if part.linears is not None and self._only is None:
-                self._linears.attach(part.linears, part.device)
-            for layer in part.layers:
-                label, calls = part._label(layer.name), len(layer.sage._sage_sites)
+        for denoiser in self._handle._denoisers:
+            if denoiser.linears is not None and self._only is None:
+                self._linears.attach(denoiser.linears, denoiser.device)
+            for layer in denoiser.layers:
+                label, calls = denoiser._label(layer.name), len(layer.sage._sage_sites)
                 if self._only is not None and label not in self._only:
                     continue
                 known = self._layers.get(label)
                 if known is None or known.sums.shape[0] != calls:
-                    self._layers[label] = LayerProbe(self._shared, calls, self._heads, part.device)
-                self._layers[label].trial = self._handle._rotation.is_open(part, layer)
+                    self._layers[label] = LayerProbe(self._shared, calls, self._heads, denoiser.device)
+                self._layers[label].trial = self._handle._rotation.is_open(denoiser, layer)
                 object.__setattr__(layer.sage, "_sage_probe", self._layers[label])
 
     def go_on(self, only: Collection[str]) -> None:
@@ -226,19 +226,21 @@ class Probe:
         """Stop comparing; `data` stays. May be called more than once."""
         self._shared.on = False
         self._handle.steps.listeners[:] = [x for x in self._handle.steps.listeners if x is not self]
-        for part in self._handle._parts:
-            if part.linears is not None:
-                self._linears.detach(part.linears)
-            for layer in part.layers:
-                own = self._layers.get(part._label(layer.name))
+        for denoiser in self._handle._denoisers:
+            if denoiser.linears is not None:
+                self._linears.detach(denoiser.linears)
+            for layer in denoiser.layers:
+                own = self._layers.get(denoiser._label(layer.name))
                 if own is not None and layer.sage._sage_probe is own:
                     object.__setattr__(layer.sage, "_sage_probe", None)
         if self._handle._probe is self:
             self._handle._probe = None
 
-    def has_tried(self, part: Any) -> bool:
+    def has_tried(self, denoiser: Any) -> bool:
         """True if a call of this denoiser was tried with rotation since `reset_trials`. Doesn't sync."""
-        return any(any(self._layers[name].tried_heads.values()) for name in part.layer_names() if name in self._layers)
+        return any(
+            any(self._layers[name].tried_heads.values()) for name in denoiser.layer_names() if name in self._layers
+        )
 
     def reset_trials(self) -> None:
         """Forget the trials with rotation, and look up again which layers need trials."""

@@ -224,14 +224,14 @@ def _newer(processor: Any) -> str:
     return f", as {newer}: model.set_attn_processor({newer}())" if found else ""
 
 
-def _part_rows(part: Any, rotation: Any) -> list[dict[str, Any]]:
-    summary = part.state.summary() if part.state is not None else []
-    lists = part.state.kept.skip_lists if part.state is not None else None
+def _denoiser_rows(denoiser: Any, rotation: Any) -> list[dict[str, Any]]:
+    summary = denoiser.state.summary() if denoiser.state is not None else []
+    lists = denoiser.state.kept.skip_lists if denoiser.state is not None else None
     skipped = [] if lists is None else lists.summary()
-    layers = {id(layer.module): layer for layer in part.layers}
-    rows, inside, will_follow = [], set(), part.will_follow
-    for name, module in attention_modules(part.model):
-        label, processor = part._label(name), type(module.processor).__name__
+    layers = {id(layer.module): layer for layer in denoiser.layers}
+    rows, inside, will_follow = [], set(), denoiser.will_follow
+    for name, module in attention_modules(denoiser.model):
+        label, processor = denoiser._label(name), type(module.processor).__name__
         inside.add(id(module))
         layer = layers.get(id(module))
         if layer is not None:
@@ -262,7 +262,7 @@ def _part_rows(part: Any, rotation: Any) -> list[dict[str, Any]]:
                 counted |= {"keep_noise": own.keep.noise}
                 if is_mixed(own):
                     counted |= {"scaling": "per_token"}
-                    counted["mixed"] = mixed_facts(own, layer.sage._sage_sites, part.device)
+                    counted["mixed"] = mixed_facts(own, layer.sage._sage_sites, denoiser.device)
                     note = "; ".join([note] * bool(note) + [mixed_note(counted["mixed"])])
                 note = "; ".join([note] * bool(note) + _range_notes(own.keep.noise) + _plan_notes(counted))
                 rows.append(_row(label, processor, ACTIVE, note, **counted))
@@ -274,16 +274,16 @@ def _part_rows(part: Any, rotation: Any) -> list[dict[str, Any]]:
         else:
             note = f"{processor} has no SDPA call{_newer(module.processor)}"
             rows.append(_row(label, processor, NOT_SWAPPABLE, note))
-    for name, module in part.model.named_modules():
+    for name, module in denoiser.model.named_modules():
         if id(module) not in inside and _has_attention(type(module).forward):
             note = "attention in forward(), not in a processor"
-            rows.append(_row(part._label(name), type(module).__name__, NOT_SWAPPABLE, note))
+            rows.append(_row(denoiser._label(name), type(module).__name__, NOT_SWAPPABLE, note))
     return rows
 
 
-def _table_notes(part: Any) -> list[str]:
-    name, scaling = part.name or type(part.model).__name__, part.config.scaling.name
-    if part.frozen:
+def _table_notes(denoiser: Any) -> list[str]:
+    name, scaling = denoiser.name or type(denoiser.model).__name__, denoiser.config.scaling.name
+    if denoiser.frozen:
         return [f"Scales of {name} are frozen: runs start from one table, until handle.reset()."]
     if scaling in NEED_RUNS:
         return [
@@ -293,21 +293,21 @@ def _table_notes(part: Any) -> list[str]:
     return []
 
 
-def _guest_rows(part: Any) -> list[dict[str, Any]]:
+def _guest_rows(denoiser: Any) -> list[dict[str, Any]]:
     """Make rows of Sage processors that a pipeline put in, each for several layers in turn."""
     rows = []
-    for processor in part.guests.values():
+    for processor in denoiser.guests.values():
         events = dict(zip(EVENTS, processor._sage_events.numbers(), strict=True))
         own, name = processor._sage_config, type(processor).__name__
         counted = {"calls": events["called"], "dynamic_calls": events["called"], "rotated_calls": events["rotated"]}
         counted["fallbacks"] = {name: count for name, count in events.items() if count and name not in CALLS}
         kind = {"recipe": own.recipe, "scaling": own.scaling.of_call, "rotation": "none", "keep_noise": ()}
-        rows.append(_row(part._label(name), name, ACTIVE, "put there by the pipeline", **kind, **counted))
+        rows.append(_row(denoiser._label(name), name, ACTIVE, "put there by the pipeline", **kind, **counted))
     return rows
 
 
-def _follows(handle: Any, part: Any) -> str:
-    if not part.follows_scheduler:
+def _follows(handle: Any, denoiser: Any) -> str:
+    if not denoiser.follows_scheduler:
         return "the timestep argument of the model"
     several = len(handle.following.followed) > 1
     return f"whichever steps of {handle.following.names()}" if several else "the pipeline's scheduler"
@@ -322,23 +322,23 @@ def build_report(handle: Any) -> Report:
     """Read the counters of a handle. Waits for the device once per layer and state."""
     notes = [] if handle._active else ["This handle was removed: the models run their original attention."]
     rows = []
-    for part in handle._parts:
-        rows += [*_part_rows(part, handle._rotation), *_guest_rows(part)]
-        if part.perturbed:
-            notes.append(f'"replaced" in {part.name or type(part.model).__name__}: {PAG_REMEDY}.')
-        name = part.name or type(part.model).__name__
-        if part.state is not None:
-            notes.append(f"Noise level of {name} follows {_follows(handle, part)}.")
-            notes += _table_notes(part)
-        strays = part.forwards.strays if part.follows_scheduler else 0
+    for denoiser in handle._denoisers:
+        rows += [*_denoiser_rows(denoiser, handle._rotation), *_guest_rows(denoiser)]
+        if denoiser.perturbed:
+            notes.append(f'"replaced" in {denoiser.name or type(denoiser.model).__name__}: {PAG_REMEDY}.')
+        name = denoiser.name or type(denoiser.model).__name__
+        if denoiser.state is not None:
+            notes.append(f"Noise level of {name} follows {_follows(handle, denoiser)}.")
+            notes += _table_notes(denoiser)
+        strays = denoiser.forwards.strays if denoiser.follows_scheduler else 0
         if strays:
             notes.append(
                 f"{strays} forwards of {name} belong to no step of {handle.following.names()} (unfollowed): "
                 f"{REMEDIES['unfollowed']}."
             )
-        if part.graphs is not None:
-            notes.append(_replayed(name, part.graphs))
-        misplaced = part.forwards.misplaced
+        if denoiser.graphs is not None:
+            notes.append(_replayed(name, denoiser.graphs))
+        misplaced = denoiser.forwards.misplaced
         if misplaced:
             notes.append(
                 f"{misplaced} replays of a CUDA graph of {name} ran in steps that the options want in "
@@ -348,10 +348,10 @@ def build_report(handle: Any) -> Report:
         notes.append(f"{handle.following.overlaps} steps of runs that overlap in several threads: {OVERLAP_REMEDY}.")
     if handle._active and handle._pipe and handle._pipe() is None:
         notes.append("The pipeline of this handle was garbage-collected: the models that others keep stay swapped.")
-    swapped = [part.model for part in handle._parts]
+    swapped = [denoiser.model for denoiser in handle._denoisers]
     for name, model in (handle._models() if handle._active else {}).items():
         if not any(model is known for known in swapped):
             notes.append(f"{name} came after the swap and runs its original attention; handle.refresh() swaps it.")
-    swaps = [part.linears for part in handle._parts if part.linears is not None]
+    swaps = [denoiser.linears for denoiser in handle._denoisers if denoiser.linears is not None]
     linears = [row for swap in swaps for row in rows_of(swap)], [line for swap in swaps for line in notes_of(swap)]
     return Report(rows, notes, LinearReport(*linears) if swaps else None)

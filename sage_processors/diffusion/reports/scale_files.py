@@ -69,16 +69,16 @@ def save_scales(handle, path: str | os.PathLike) -> None:
         removed handle; OSError.
     """
     path = _checked_path(path)
-    parts = _planned_parts(handle)
+    denoisers = _planned_denoisers(handle)
     tensors: dict[str, torch.Tensor] = {}
-    for part in parts:
-        own = _snapshot(part)
-        _check_values(part, own)
-        tensors |= {_key(part, name): tensor for name, tensor in own.items()}
+    for denoiser in denoisers:
+        own = _snapshot(denoiser)
+        _check_values(denoiser, own)
+        tensors |= {_key(denoiser, name): tensor for name, tensor in own.items()}
     metadata = {
         "format_version": FORMAT_VERSION,
         "package_version": __version__,
-        "parts": [_describe(p) for p in parts],
+        "parts": [_describe(p) for p in denoisers],
     }
     content = _safetensors().save(tensors, metadata={_METADATA_KEY: json.dumps(metadata)})
     if len(content) > MAX_FILE_BYTES:
@@ -106,25 +106,30 @@ def load_scales(handle, path: str | os.PathLike, on_mismatch: str = "error") -> 
         raise ValueError(f'on_mismatch: got {on_mismatch!r}, expected "error" or "fresh"')
     _safetensors()
     path = _checked_path(path)
-    parts = _planned_parts(handle)
-    snapshots = [_snapshot(part) for part in parts]
-    expected = {_key(part, name): x for part, own in zip(parts, snapshots, strict=True) for name, x in own.items()}
+    denoisers = _planned_denoisers(handle)
+    snapshots = [_snapshot(denoiser) for denoiser in denoisers]
+    expected = {
+        _key(denoiser, name): x for denoiser, own in zip(denoisers, snapshots, strict=True) for name, x in own.items()
+    }
     try:
-        tensors = _parse(_read(path, expected, [_describe(part) for part in parts]))
+        tensors = _parse(_read(path, expected, [_describe(denoiser) for denoiser in denoisers]))
     except _MismatchError as error:
         if on_mismatch == "error":
             raise ValueError(str(error)) from None
         logger.warning("scales are learnt from the start: %s", error)
         return False
-    read = [{name: tensors[_key(part, name)] for name in own} for part, own in zip(parts, snapshots, strict=True)]
-    for part, own in zip(parts, read, strict=True):
-        _check_values(part, own)
-    for part, own in zip(parts, read, strict=True):
+    read = [
+        {name: tensors[_key(denoiser, name)] for name in own}
+        for denoiser, own in zip(denoisers, snapshots, strict=True)
+    ]
+    for denoiser, own in zip(denoisers, read, strict=True):
+        _check_values(denoiser, own)
+    for denoiser, own in zip(denoisers, read, strict=True):
         with torch.inference_mode(False):
-            part._reader.restore(own.pop("timestep"))
-            part.state.restore(own)
-            if not part.state.rule.adapts:
-                part.freeze()
+            denoiser._reader.restore(own.pop("timestep"))
+            denoiser.state.restore(own)
+            if not denoiser.state.rule.adapts:
+                denoiser.freeze()
     handle._rotation.watch()
     return True
 
@@ -158,31 +163,31 @@ def _checked_path(path) -> Path:
     return path
 
 
-def _planned_parts(handle) -> list:
+def _planned_denoisers(handle) -> list:
     if not handle._active:
         raise RuntimeError(
             "handle: got a handle that was removed, expected a live one; call sage_processors.apply again"
         )
-    parts = [part for part in handle._parts if part.state is not None]
-    if not parts:
+    denoisers = [denoiser for denoiser in handle._denoisers if denoiser.state is not None]
+    if not denoisers:
         raise ValueError(
             f"handle: got scaling={handle.config.scaling.name!r} without planned scales, expected some layers with; "
             'use SageAttnProcessor(scaling="timestep")'
         )
-    return parts
+    return denoisers
 
 
-def _describe(part) -> dict:
+def _describe(denoiser) -> dict:
     """Return the metadata that a file for this denoiser must have."""
-    layers = [{name: getattr(site, name) for name in _LAYER_FIELDS} for site in part.state.sites]
+    layers = [{name: getattr(site, name) for name in _LAYER_FIELDS} for site in denoiser.state.sites]
     return {
-        "name": part.name,
-        "model_class": type(part.model).__name__,
-        "config_hash": config_hash(part.model),
-        "dtype": str(next((p.dtype for p in part.model.parameters() if p.is_floating_point()), None)),
-        "adapters": _adapters(part.model),
-        "bins": part.state.bins,
-        "margin": float(part.state.margin),
+        "name": denoiser.name,
+        "model_class": type(denoiser.model).__name__,
+        "config_hash": config_hash(denoiser.model),
+        "dtype": str(next((p.dtype for p in denoiser.model.parameters() if p.is_floating_point()), None)),
+        "adapters": _adapters(denoiser.model),
+        "bins": denoiser.state.bins,
+        "margin": float(denoiser.state.margin),
         "layers": layers,
     }
 
@@ -197,12 +202,12 @@ def _adapters(model) -> list[str]:
     return sorted(found)
 
 
-def _key(part, name: str) -> str:
-    return f"{part.name or 'model'}.{name}"
+def _key(denoiser, name: str) -> str:
+    return f"{denoiser.name or 'model'}.{name}"
 
 
-def _snapshot(part) -> dict[str, torch.Tensor]:
-    return part.state.snapshot() | {"timestep": part._reader.snapshot()}
+def _snapshot(denoiser) -> dict[str, torch.Tensor]:
+    return denoiser.state.snapshot() | {"timestep": denoiser._reader.snapshot()}
 
 
 # --- reading: size, then header, then metadata and entries ---
@@ -344,12 +349,12 @@ def _check_entries(entries: dict, expected: dict[str, torch.Tensor]) -> None:
 # --- values ---
 
 
-def _check_values(part, tensors: dict[str, torch.Tensor]) -> None:
+def _check_values(denoiser, tensors: dict[str, torch.Tensor]) -> None:
     """Raise ValueError for statistics and scales that no run can produce.
 
     Row r of every tensor is one head of a layer.
     """
-    layers = [site.name for site in part.state.sites for _ in range(site.kv_heads)]
+    layers = [site.name for site in denoiser.state.sites for _ in range(site.kv_heads)]
 
     def refuse(bad, what, expected):
         """Raise if any value is bad. bad: bool tensor [rows, ...], True for wrong values."""

@@ -56,49 +56,51 @@ class KernelsAhead:
         # denoiser -> forwards seen, up to FORWARDS
         self._forwards: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
-    def swapped(self, part) -> None:
+    def swapped(self, denoiser) -> None:
         """Start compiling for a denoiser with newly swapped layers."""
-        self._forwards[part] = 0
-        self._start(part)
+        self._forwards[denoiser] = 0
+        self._start(denoiser)
 
-    def before_forward(self, part) -> None:
+    def before_forward(self, denoiser) -> None:
         """Start compiling at the first forwards of a denoiser.
 
         Not to be called while torch.compile or a CUDA graph records the forward.
         """
-        seen = self._forwards.get(part, 0)
+        seen = self._forwards.get(denoiser, 0)
         if seen < FORWARDS:
-            self._forwards[part] = seen + 1
-            self._start(part)
+            self._forwards[denoiser] = seen + 1
+            self._start(denoiser)
 
-    def _start(self, part) -> None:
-        if not _on_a_gpu(part):
+    def _start(self, denoiser) -> None:
+        if not _on_a_gpu(denoiser):
             return
         try:
-            known = [site for layer in part.layers for site in layer.sage._sage_sites if site.seen_kind is not None]
-            kinds = call_kinds(part, part.device, only_seen=bool(known))
+            known = [
+                site for layer in denoiser.layers for site in layer.sage._sage_sites if site.seen_kind is not None
+            ]
+            kinds = call_kinds(denoiser, denoiser.device, only_seen=bool(known))
             if len({kind.head_dim for kind in kinds}) > 1 and not known:
                 return  # heads of several head_dims: the first forward tells which of them run in INT8
-            _compile(part, kinds, part.device, only_seen=bool(known))
+            _compile(denoiser, kinds, denoiser.device, only_seen=bool(known))
         except Exception as error:  # the call that needs the kernel will raise the error itself
             logger.debug("kernels are compiled when they are called for: %s", error)
 
 
-def _on_a_gpu(part) -> bool:
+def _on_a_gpu(denoiser) -> bool:
     """True if a denoiser is on a GPU and no CUDA graph is being captured.
 
     A capture would record the extra launches.
     """
-    return part.device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
+    return denoiser.device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
 
 
-def warm_up(parts, *, progress: bool = True, device: torch.device | None = None) -> WarmUp:
+def warm_up(denoisers, *, progress: bool = True, device: torch.device | None = None) -> WarmUp:
     """Compile the kernels of these denoisers and wait for them: see Handle.warm_up."""
     began, started = time.perf_counter(), []
-    for part in parts:
-        where = part.device if device is None else device
+    for denoiser in denoisers:
+        where = denoiser.device if device is None else device
         if where.type == "cuda":
-            started.append(_compile(part, call_kinds(part, where, all_steps=True), where))
+            started.append(_compile(denoiser, call_kinds(denoiser, where, all_steps=True), where))
     jobs = {job.kind: job for compiling in started for job in compiling.jobs}
     known = {kind for compiling in started for kind in compiling.known} - set(jobs)
     with _bar(progress and bool(jobs), len(jobs)) as tick:
@@ -111,7 +113,7 @@ def warm_up(parts, *, progress: bool = True, device: torch.device | None = None)
     return WarmUp(len(jobs) + len(known), time.perf_counter() - began, cached)
 
 
-def call_kinds(part, device: torch.device, *, all_steps: bool = False, only_seen: bool = False) -> list[CallKind]:
+def call_kinds(denoiser, device: torch.device, *, all_steps: bool = False, only_seen: bool = False) -> list[CallKind]:
     """Return the kinds of INT8 calls of a denoiser's layers, the most frequent kind first.
 
     Args:
@@ -119,18 +121,18 @@ def call_kinds(part, device: torch.device, *, all_steps: bool = False, only_seen
         only_seen: only call sites that ran.
     """
     found: dict[CallKind, int] = {}
-    for _, kind in _calls_of(part, device, all_steps, only_seen):
+    for _, kind in _calls_of(denoiser, device, all_steps, only_seen):
         found[kind] = found.get(kind, 0) + 1
     return sorted(found, key=lambda kind: found[kind], reverse=True)
 
 
-def heads_kinds(part, device: torch.device, *, only_seen: bool = False) -> list[HeadsKind]:
+def heads_kinds(denoiser, device: torch.device, *, only_seen: bool = False) -> list[HeadsKind]:
     """Return the kinds of fused norm and rotary embedding in front of these calls.
 
     Angles are assumed to have the form that most models use.
     """
     found = []
-    for layer, kind in _calls_of(part, device, False, only_seen):
+    for layer, kind in _calls_of(denoiser, device, False, only_seen):
         if layer.sage._sage_rotary is None:
             continue
         norm = layer.module._modules.get("norm_q")
@@ -144,9 +146,9 @@ def heads_kinds(part, device: torch.device, *, only_seen: bool = False) -> list[
     return list(dict.fromkeys(found))
 
 
-def _calls_of(part, device: torch.device, all_steps: bool, only_seen: bool) -> Iterator[tuple[Any, CallKind]]:
+def _calls_of(denoiser, device: torch.device, all_steps: bool, only_seen: bool) -> Iterator[tuple[Any, CallKind]]:
     """Yield (layer, kind) for each kind of INT8 call at each call site."""
-    for layer in part.layers:
+    for layer in denoiser.layers:
         if layer.sage._sage_config.recipe == MIXED_RECIPE:
             continue  # these kernels are compiled in the first call
         if layer.sage._sage_kept or (layer.module.training and not only_seen):
@@ -158,7 +160,7 @@ def _calls_of(part, device: torch.device, all_steps: bool, only_seen: bool) -> I
                 continue
             for kind in _kinds_of(site, layer, shape[1], index is not None, device):
                 if kind.tokens:
-                    told = all_steps or part.follows_scheduler or part.is_told
+                    told = all_steps or denoiser.follows_scheduler or denoiser.is_told
                     skips = site.skip_lists is not None and kind.by_key is None and not kind.causal
                     yield layer, kind._replace(keeps_rows=site.keeps_rows and told, skips=skips)
 
@@ -197,10 +199,10 @@ def _dtype_of(module) -> torch.dtype:
     return next((p.dtype for p in module.parameters() if p.dtype in _DTYPES), torch.bfloat16)
 
 
-def _compile(part, kinds, device: torch.device, only_seen: bool = False):
+def _compile(denoiser, kinds, device: torch.device, only_seen: bool = False):
     """Start compiling for these calls, the heads in front of them, and the end of a step."""
-    others: list[Any] = [heads_call(kind, device) for kind in heads_kinds(part, device, only_seen=only_seen)]
-    closing = None if part.state is None else closing_call(part.state, device)
+    others: list[Any] = [heads_call(kind, device) for kind in heads_kinds(denoiser, device, only_seen=only_seen)]
+    closing = None if denoiser.state is None else closing_call(denoiser.state, device)
     return compile_ahead(kinds, device, others + ([] if closing is None else [closing]))
 
 

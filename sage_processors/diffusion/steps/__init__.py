@@ -1,4 +1,4 @@
-"""Follows a run: which step of which scheduler, at which noise level, and which steps stay in 16 bit.
+"""Follow denoising runs: the running step of a scheduler, its noise level, and the steps in 16 bit.
 
-May import host/.
+May import host/, reporting/ and options; nothing else of diffusion/.
 """

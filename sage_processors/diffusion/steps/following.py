@@ -1,9 +1,9 @@
-"""Which scheduler steps the models of a handle.
+"""Follow the schedulers that step a handle's models, and tell the handle of runs and steps.
 
-A pipeline's models may be shared: `StableDiffusionPipeline.from_pipe(pipe, scheduler=...)` steps the same UNet with a
-scheduler of its own. All schedulers of all pipelines that hold a model of the handle are followed, and the one that
-began or stepped last is the one that runs, for each thread apart. A forward that belongs to none of them (forwards.py)
-is counted; where the options hang on steps or noise levels, it runs in 16 bit.
+Pipelines may share a model: `StableDiffusionPipeline.from_pipe(pipe, scheduler=...)` steps the same UNet with its own
+scheduler. So all schedulers of all pipelines with a model of the handle are followed. The running one is the one that
+began or stepped last, separately in each thread. A forward that belongs to a step of none of them (forwards.py) is
+counted. It runs in 16 bit if the options have step windows.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ logger = logging.getLogger("sage_processors")
 
 
 class Followed:
-    """One scheduler, of one pipeline; hears of its runs.
+    """One followed scheduler of one pipeline; the listener of its runs.
 
-    Attributes: progress (windows.Progress). scheduler, pipe: None when they are gone.
+    Attributes:
+        progress: a windows.Progress.
+        name: the class name of the scheduler.
     """
 
     def __init__(self, following: Following, scheduler, pipe):
@@ -37,29 +39,31 @@ class Followed:
 
     @property
     def scheduler(self):
+        """The scheduler, or None once it was garbage-collected."""
         return self._scheduler()
 
     @property
     def pipe(self):
+        """The pipeline, or None once it was garbage-collected."""
         return self._pipe()
 
     @property
     def level(self):
-        """Noise level of the running step, 0-d, or None before a first run."""
+        """Noise level of the running step, a 0-d tensor; None before a first run."""
         run = run_of(self.scheduler)
         return None if run is None else run.level
 
     def begin_run(self, u) -> None:
-        """Called by the scheduler's run: denoising starts at noise level u."""
+        """Begin a run at noise level u. Called by the scheduler's noise_level.Run."""
         self._following.begun(self, u)
 
     def advance(self, u_finished, u_next) -> None:
-        """Called by the scheduler's run: a step is done."""
+        """End the step at u_finished; u_next is next. Called by the scheduler's noise_level.Run."""
         self._following.stepped(self, u_finished, u_next)
 
 
 class _OfThread(threading.local):
-    """Attributes: followed: what runs in this thread. is_lost: its latest forward belonged to no step."""
+    """State of one thread: its running scheduler, and if its latest forward belonged to no step."""
 
     def __init__(self):
         self.followed, self.is_lost = None, False
@@ -68,10 +72,12 @@ class _OfThread(threading.local):
 class Following:
     """The schedulers that a handle follows.
 
-    Args: handle: has _parts, steps, `begin_run(u)` and `advance(u_finished, u_next)`. windowed: whether precision
-        hangs on where a run is.
-    Attributes: followed: list of Followed, those of the handle's own pipeline first. overlaps: steps of runs between
-        whose steps another thread's run came: their planned scales are of both.
+    Args:
+        handle: the Handle; told of runs and steps through `begin_run(u)` and `advance(u_finished, u_next)`.
+        windowed: True if the options have step windows.
+    Attributes:
+        followed: list of Followed, those of the handle's own pipeline first.
+        overlaps: number of steps in which the run of another thread changed the planned scales.
     """
 
     def __init__(self, handle, windowed: bool):
@@ -85,25 +91,25 @@ class Following:
 
     @property
     def active(self) -> Followed | None:
-        """What began or stepped last in this thread, or else in any."""
+        """The scheduler that began or stepped last in this thread, or else in any thread."""
         mine = self._running.followed
         return mine if mine is not None and mine in self.followed else self._latest
 
     @property
     def is_lost(self) -> bool:
-        """Whether this thread's latest forward belonged to no step."""
+        """True if this thread's latest forward belonged to no step."""
         return self._running.is_lost
 
     def look(self, *, thoroughly: bool = True) -> None:
-        """Follow the schedulers that pipelines with one of the handle's models have now.
+        """Follow the current schedulers of all pipelines with a model of the handle.
 
-        thoroughly: look at other pipelines than the handle's own, too. These tell of what they are given
-        (_pipeline_method.py); one that only looks like a pipeline does not.
+        thoroughly: look at other pipelines than the handle's own, too. Pipelines announce new components
+        (pipeline_method.py), but objects that merely look like a pipeline don't.
         """
         own = self._handle._pipe() if self._handle._pipe else None
         wanted = [(scheduler, own) for scheduler in _schedulers(own)]
         if thoroughly and self._handle._pipe:
-            models = [part.model for part in self._handle._parts]
+            models = [denoiser.model for denoiser in self._handle._denoisers]
             for pipe in known_pipelines():
                 if pipe is not own and any(unwrap(x) is m for x in list(vars(pipe).values()) for m in models):
                     wanted += [(scheduler, pipe) for scheduler in _schedulers(pipe)]
@@ -119,7 +125,7 @@ class Following:
             if old in kept or old.scheduler is None:
                 continue
             if old.pipe is None or (not thoroughly and old.pipe is not own):
-                kept.append(old)  # its pipeline is gone, and somebody goes on with its parts
+                kept.append(old)  # its pipeline is gone, but its scheduler and models may still be in use
             else:
                 untrack(old.scheduler, old)
         self.followed = kept
@@ -128,24 +134,24 @@ class Following:
         self._find(new)
 
     def stop(self) -> None:
-        """Follow nothing any more."""
+        """Stop following all schedulers."""
         for followed in self.followed:
             if followed.scheduler is not None:
                 untrack(followed.scheduler, followed)
         self.followed, self._latest = [], None
 
     def reset(self) -> None:
-        """Forget where all runs are, in every thread: the schedulers are followed as if they were just found."""
+        """Forget the progress of all runs in all threads, as if the schedulers were just found."""
         self._running, self._latest, self._has_warned, self.overlaps = _OfThread(), None, False, 0
         self._handle.steps.decide(None)
-        for part in self._handle._parts:
-            part.forwards.forget()
+        for denoiser in self._handle._denoisers:
+            denoiser.forwards.forget()
         for followed in self.followed:
             followed.progress = Progress(self.windowed)
         self._find(self.followed)
 
     def _find(self, found: list[Followed]) -> None:
-        """Hear of their runs; of a run that is prepared or under way at once."""
+        """Listen to schedulers. A run that is already prepared or under way is announced at once."""
         self._is_looking = True
         try:
             for followed in found:
@@ -158,7 +164,7 @@ class Following:
             self._latest = self.followed[0]
 
     def begun(self, followed: Followed, u) -> None:
-        """A run starts, or (while looking) one that may have been prepared before is found."""
+        """Take up a run that starts now; within `_find` it may have been prepared earlier."""
         scheduler, found = followed.scheduler, self._is_looking
         place = getattr(scheduler, "begin_index", None) or 0
         followed.progress.begin(noise_levels(scheduler), place, scheduler.timesteps, is_told=not found)
@@ -169,7 +175,7 @@ class Following:
             self._handle.begin_run(u)
 
     def stepped(self, followed: Followed, u_finished, u_next) -> None:
-        """A step is done."""
+        """End a step of this scheduler, at noise level u_finished; the next one is at u_next."""
         if self._latest is not followed and self._running.followed is followed:
             self._overlap(followed)
         followed.progress.finish(u_finished)
@@ -183,42 +189,42 @@ class Following:
         self._mark(followed.progress)
 
     def _mark(self, progress: Progress) -> None:
-        for part in self._handle._parts:
-            part.forwards.mark(progress.is_told and not progress.is_over, self._handle.steps.bits)
+        for denoiser in self._handle._denoisers:
+            denoiser.forwards.mark(progress.is_told and not progress.is_over, self._handle.steps.bits)
 
-    def place(self, part, timestep) -> None:
-        """Before an eager forward of a part: set this thread's windows for the step that it belongs to.
+    def place(self, denoiser, timestep) -> None:
+        """Set this thread's step windows for the step of an eager forward that is about to run.
 
-        A forward that is captured is of the step that was entered last, and its replays are counted on the device.
+        A forward that is being captured belongs to the step entered last. Its replays are counted on the device.
         """
-        if not (self.followed or self.windowed) or not part.hangs_on_steps:
+        if not (self.followed or self.windowed) or not denoiser.depends_on_steps:
             return
         if _is_capturing():
-            part.forwards.count_captured(timestep, self._handle.steps.bits)
+            denoiser.forwards.count_captured(timestep, self._handle.steps.bits)
             return
         active = self.active
-        if active is not None and part.forwards.belongs(active.progress, timestep):
+        if active is not None and denoiser.forwards.belongs(active.progress, timestep):
             found: Followed | None = active
         else:
             others = [
                 x
                 for x in self.followed
-                if x is not active and part.forwards.belongs(x.progress, timestep, resumes=True)
+                if x is not active and denoiser.forwards.belongs(x.progress, timestep, resumes=True)
             ]
             found = others[0] if len(others) == 1 else None
         if found is None:
-            self._lose(part)
+            self._lose(denoiser)
         elif found is not self._latest or found is not active or self._running.is_lost:
             if found is active and not self._running.is_lost and found.progress.taken:
                 self._overlap(found)
-            # what was planned since is of other noise levels
+            # scales planned by another run since then are for other noise levels
             self._enter(found)
             self._handle.begin_run(1.0 if found.level is None else found.level)
         else:
             self._handle.steps.decide(found.progress)
 
-    def _lose(self, part) -> None:
-        part.forwards.add_stray()
+    def _lose(self, denoiser) -> None:
+        denoiser.forwards.add_stray()
         self._handle.steps.decide(None)
         if not self._running.is_lost:
             self._running.is_lost = True
@@ -227,12 +233,12 @@ class Following:
             self._has_warned = True
             logger.warning(
                 "%s: got a forward that belongs to no step of %s; %s",
-                part.name or type(part.model).__name__, self.names(), REMEDIES["unfollowed"],
+                denoiser.name or type(denoiser.model).__name__, self.names(), REMEDIES["unfollowed"],
             )  # fmt: skip
 
     def _overlap(self, followed: Followed) -> None:
-        """Count a step of a run that another thread's run was planned between: one model has one plan."""
-        if all(part.state is None for part in self._handle._parts):
+        """Count a step of a run that shares the model, and so its one plan, with another thread's run."""
+        if all(denoiser.state is None for denoiser in self._handle._denoisers):
             return
         with self._handle.lock:
             self.overlaps += 1
@@ -241,19 +247,19 @@ class Following:
             logger.warning("%s: got runs that overlap in several threads; %s", followed.name, OVERLAP_REMEDY)
 
     def names(self) -> str:
-        """The followed schedulers, for people."""
+        """Return the class names of the followed schedulers, for messages."""
         return ", ".join(dict.fromkeys(x.name for x in self.followed)) or "a scheduler (it is gone)"
 
 
 def _schedulers(pipe) -> list:
-    """Everything a pipeline has that can be followed, its main scheduler first."""
+    """Return all schedulers of a pipeline that can be followed, its main one first."""
     values = [] if pipe is None else [getattr(pipe, "scheduler", None), *list(getattr(pipe, "__dict__", {}).values())]
     found = {id(x): x for x in values if hasattr(type(x), "set_timesteps") and can_track(x)}
     return list(found.values())
 
 
 def _is_prepared(scheduler) -> bool:
-    """Whether a scheduler that was found looks as if a run were about to begin."""
+    """True if a scheduler has timesteps and has not stepped yet, as just before a run."""
     return (
         getattr(scheduler, "num_inference_steps", None) is not None and getattr(scheduler, "step_index", None) is None
     )

@@ -1,11 +1,13 @@
-"""Whether a forward of a model belongs to the step that a scheduler is at.
+"""Decide if a model's forward belongs to the running step of a scheduler, and count strays.
 
-A scheduler tells when it is stepped, and never whether it is the one that a forward is for: another pipeline may share
-the model, or a user's own loop may call it. A forward belongs to a running step if the model is given the timestep
-that it was given before in this step (guidance calls a model several times), and, where the scheduler's timesteps can
-be read, the one that is due. Eager forwards are decided on the host; numbers that lie on a GPU are waited for only
-where precision hangs on them, in the first step of a run. Elsewhere, in compiled code and in CUDA graphs, they are
-compared on the device and counted.
+A scheduler tells when it is stepped, but not which forwards are for it: another pipeline may share the model, or a
+user's own loop may call it. A forward belongs to the running step if its timestep is that of the earlier forwards in
+this step (guidance calls a model several times). If the scheduler's timesteps can be read, it must also be the
+timestep that is due.
+
+Eager forwards are decided on the host. A timestep on a GPU is waited for only if there are step windows, and mostly in
+the first step of a run. Other timesteps, and those in compiled code and CUDA graphs, are compared and counted on the
+device.
 """
 
 from __future__ import annotations
@@ -21,13 +23,16 @@ from ...reporting.event_counter import EventCounter
 from .windows import Progress
 
 
-# How pipelines give t to their models: as it is, in thousandths, and reversed. What is none of these can't be checked.
+# How pipelines pass t to their models: as it is, in thousandths, or reversed. Other forms can't be checked.
 FORMS = (lambda t: t, lambda t: t / 1000.0, lambda t: 1.0 - t / 1000.0)
-SIZES = (lambda t: abs(t), lambda t: abs(t) / 1000.0, lambda t: 1.0)  # of what is rounded on the way there
+SIZES = (lambda t: abs(t), lambda t: abs(t) / 1000.0, lambda t: 1.0)  # magnitude of the numbers rounded on the way
 
 
 def _number(timestep, wait: bool) -> float | None:
-    """The timestep of a call (the largest of several), or None where reading it would wait for a device."""
+    """Return the largest timestep of a call; None if it can't be read, or only by waiting for a device.
+
+    wait: read it from a device all the same, which syncs.
+    """
     if isinstance(timestep, numbers.Real):
         return float(timestep)
     if not isinstance(timestep, torch.Tensor) or timestep.numel() == 0 or timestep.device.type == "meta":
@@ -36,13 +41,13 @@ def _number(timestep, wait: bool) -> float | None:
 
 
 def _rounding(timestep) -> float:
-    """Relative error that a timestep of this dtype may have, rounded twice."""
+    """Return the relative error of a timestep that was rounded twice to its dtype."""
     known = isinstance(timestep, torch.Tensor) and timestep.dtype.is_floating_point
     return 2.0 * torch.finfo(timestep.dtype if known else torch.float32).eps
 
 
 def _version(timestep) -> int | None:
-    """Changes with every write to a tensor; inference tensors keep no count."""
+    """Return a tensor's count of in-place writes; None for inference tensors, which have none."""
     is_counted = isinstance(timestep, torch.Tensor) and not timestep.is_inference()
     return timestep._version if is_counted else None
 
@@ -50,8 +55,11 @@ def _version(timestep) -> int | None:
 class _Seen(threading.local):
     """The latest forward in this thread that belonged to a step.
 
-    Attributes: token, run: of its step (windows.Progress). timestep, version, number: what the model was given.
-        calls: forwards in this step so far. most: in a whole step of this run.
+    Attributes:
+        run, token: the windows.Progress of its step, and the step's token.
+        timestep, version, number: the timestep argument, its count of writes, and its value if it could be read.
+        calls: number of forwards in this step so far.
+        most: largest number of forwards in a finished step of this run.
     """
 
     def __init__(self):
@@ -60,9 +68,9 @@ class _Seen(threading.local):
 
 
 class Forwards:
-    """The forwards of one model: whether they belong to a step, and how many did not.
+    """The forwards of one model: decides if each belongs to a step, and counts those that do not.
 
-    Args: device: of the model.
+    Args: device: where the model runs.
     """
 
     def __init__(self, device):
@@ -71,10 +79,10 @@ class Forwards:
         self.to(device)
 
     def to(self, device) -> None:
-        """Count on another device from now on, from zero."""
+        """Move the counters to another device and start from zero."""
         self._strays, self._misplaced = EventCounter(1, device), EventCounter(1, device)
         with torch.inference_mode(False):
-            # forwards since the latest step, -1 while no step is running, and the timestep of the latest
+            # number of forwards in the running step (-1: no step is running), and the latest timestep
             self._since = torch.full((), -1, dtype=torch.int64, device=device)
             self._latest = torch.zeros((), dtype=torch.float32, device=device)
             self._precision = torch.zeros((), dtype=torch.int64, device=device)
@@ -84,37 +92,40 @@ class Forwards:
 
     @property
     def strays(self) -> int:
-        """Forwards so far that belong to no step. Syncs."""
+        """Number of forwards so far that belong to no step. Syncs."""
         return self._strays.numbers()[0]
 
     @property
     def misplaced(self) -> int:
-        """Replays of a CUDA graph so far in steps for which the options ask for another precision. Syncs."""
+        """Number of CUDA graph replays so far in steps that should run in another precision. Syncs."""
         return self._misplaced.numbers()[0]
 
     def zero(self) -> None:
-        """Count anew."""
+        """Set both counters to zero."""
         self._strays.zero()
         self._misplaced.zero()
 
     def forget(self) -> None:
-        """Expect nothing of the next forward: what earlier ones were given, in any thread, is forgotten."""
+        """Forget the earlier forwards of all threads, so that the next one is compared with none."""
         self._form, self._seen = None, _Seen()
         self.mark(False)
 
     def add_stray(self) -> None:
-        """Count one."""
+        """Count a forward that belongs to no step."""
         self._strays.add(0)
 
     def mark(self, running: bool, precision: int = 0) -> None:
-        """Between forwards: a step begins, or (False) none is running. precision: its `windows.Steps.bits`."""
+        """Tell compiled and captured forwards of the running step. Call it between forwards.
+
+        Args: running: False if no step is running. precision: `windows.Steps.bits` of the step.
+        """
         self._since.fill_(0 if running else -1)
         if precision != self._precision_there:
             self._precision.fill_(precision)
             self._precision_there = precision
 
     def count_compiled(self, timestep) -> None:
-        """In compiled code: count this forward if it belongs to no step. Device operations only."""
+        """Count a forward in compiled code if it belongs to no step. Device operations only."""
         since, latest = self._since, self._latest
         stray = since < 0
         if timestep is not None:
@@ -127,17 +138,21 @@ class Forwards:
         since.add_((since >= 0).to(torch.int64))
 
     def count_captured(self, timestep, precision: int) -> None:
-        """While a CUDA graph is captured: have each replay counted that belongs to no step, or to one of another
-        precision than that of the captured step. Device operations only."""
+        """Capture the counting of replays that belong to no step, or to a step of another precision.
+
+        Device operations only. precision: `windows.Steps.bits` of the captured step.
+        """
         is_elsewhere = isinstance(timestep, torch.Tensor) and timestep.device != self._latest.device
         misplaced = (self._since >= 0) & (self._precision != precision)
         self._misplaced.traced[0].add_(misplaced.to(torch.int64))
-        self.count_compiled(None if is_elsewhere else timestep)  # a graph holds what a copy from the host found once
+        self.count_compiled(None if is_elsewhere else timestep)  # a copy from the host would be captured as a constant
 
     def belongs(self, progress: Progress, timestep, *, resumes: bool = False) -> bool:
-        """Whether an eager forward with this timestep (tensor, number or None) is one of the running step.
+        """True if an eager forward with this timestep belongs to the running step of a run.
 
-        resumes: the scheduler is not the one that stepped last: its timesteps must speak for it.
+        Args:
+            timestep: a tensor, a number or None.
+            resumes: True if the scheduler is not the one that stepped last. Its timesteps must match then.
         """
         if progress.is_over:
             return False
@@ -161,10 +176,10 @@ class Forwards:
         if number is not None and seen.number is not None:
             return number == seen.number
         if not (isinstance(timestep, torch.Tensor) and isinstance(last, torch.Tensor)):
-            return True  # a model that is given no timestep, or one that can't be read
+            return True  # without a timestep that can be read, nothing speaks against it
         if timestep.data_ptr() == last.data_ptr() and timestep.shape == last.shape:
-            return _version(timestep) == seen.version  # both are alive, so it is the very same memory
-        # so many calls were seen in a whole step of this run: no reason to wait for the same thing again
+            return _version(timestep) == seen.version  # the same memory, as both tensors are alive
+        # wait only for more calls than a whole step of this run has had
         if progress.windowed and seen.calls >= seen.most:
             return _number(timestep, wait=True) == _number(last, wait=True)
         if timestep.device == last.device == self._latest.device:
@@ -179,7 +194,7 @@ class Forwards:
             return progress.is_told and not (resumes and progress.windowed)
         place, form = self._place(progress, number, _rounding(timestep))
         if place is None:
-            # a form of its own is no reason for distrust, unless this model was seen to be given another
+            # an unknown form is accepted, unless this model was given a known one before
             return self._form is None and progress.is_told and not resumes
         due = progress.timesteps[place] == progress.timesteps[progress.place]
         if not due and not (first and progress.is_told):
@@ -190,7 +205,11 @@ class Forwards:
         return True
 
     def _place(self, progress, number: float, rounding: float) -> tuple[int | None, int | None]:
-        """Index of a timestep, the nearest to where the run is, and its form where only one fits; else None."""
+        """Return (index in the run's timesteps, form) of a timestep; None for what is unknown.
+
+        Of several matches, the one nearest to the running step counts. The form is an index into FORMS, None if
+        several fit.
+        """
         found = [
             (abs(place - progress.place), place, form)
             for form in (range(len(FORMS)) if self._form is None else (self._form,))

@@ -1,13 +1,12 @@
 """The noise level of the running denoising step, for every scheduler, without a host sync.
 
 The noise level is u = σ/√(α² + σ²) of the noised sample α·x0 + σ·ε: 0 is clean, 1 is pure noise. It does not depend
-on how a scheduler numbers its timesteps, so what was learnt with one sampler serves another. Two sources:
-* a scheduler that a pipeline steps: its class is swapped for a subclass that reports `set_timesteps`,
-  `set_begin_index` and `step`. A class, not instance attributes: those are carried along by deepcopy and would report
-  for the wrong object.
-* a model called without a pipeline: the `timestep` it is given.
-Everything is computed with tensor operations on the device of the timestep tensor; a step with a CUDA timestep never
-syncs.
+on how a scheduler numbers its timesteps, so scales learnt with one scheduler can serve another. It has two sources:
+* With a pipeline, the scheduler. Its class is swapped for a subclass that reports `set_timesteps`, `set_begin_index`
+  and `step`. Instance attributes would not do: deepcopy copies them, and the copy would report for the original.
+* Without a pipeline, the `timestep` argument of the model.
+Everything is computed with tensor operations on the device of the timestep tensor, so a step with a CUDA timestep
+never syncs.
 """
 
 from __future__ import annotations
@@ -25,15 +24,14 @@ def _config(scheduler, name, default=None):
 
 
 def _from_sigmas(scheduler, sigmas: torch.Tensor) -> torch.Tensor:
-    """Noise level of the `sigmas` a scheduler keeps, whatever it means by them."""
+    """Return the noise levels of a scheduler's `sigmas`, by the scheduler's own definition of sigma."""
     sigma_data = _config(scheduler, "sigma_data")
     if sigma_data:  # EDM preconditioning, consistency models
         return sigmas / (sigmas**2 + sigma_data**2).sqrt()
     flow = (
         _config(scheduler, "use_flow_sigmas", False)
         or _config(scheduler, "prediction_type") == "flow_prediction"
-        # every variance-exploding scheduler of diffusers derives its sigmas from alphas_cumprod; those without are
-        # flows
+        # variance-exploding schedulers of diffusers have alphas_cumprod; a scheduler without is a flow
         or getattr(scheduler, "alphas_cumprod", None) is None
     )
     if not flow:
@@ -44,24 +42,24 @@ def _from_sigmas(scheduler, sigmas: torch.Tensor) -> torch.Tensor:
 
 
 def numbers_of(values: Any) -> torch.Tensor:
-    """Timesteps or sigmas of a scheduler, a tensor, an array or a list, in fp32."""
+    """Return a scheduler's timesteps or sigmas (a tensor, array or list) as an fp32 tensor."""
     if isinstance(values, torch.Tensor):
         return values.detach().to(torch.float32)
     return torch.tensor(values, dtype=torch.float32, device="cpu")
 
 
 def noise_levels(scheduler) -> torch.Tensor:
-    """Noise level of every entry of `scheduler.timesteps`, after its `set_timesteps`.
+    """Return the noise level of every entry of `scheduler.timesteps`, after its `set_timesteps`.
 
-    Returns: fp32 [len(timesteps)] in [0, 1], on the device of `timesteps`. A scheduler of unknown kind gets its place
-        in the run, falling from 1: still one level per step, but not shared with other schedulers.
+    Returns: fp32 [len(timesteps)] in [0, 1], on the device of `timesteps`. A scheduler of unknown kind gets levels
+        that fall evenly from 1: one for each step, but not comparable with those of other schedulers.
     """
     timesteps = numbers_of(scheduler.timesteps)
     count, device = timesteps.numel(), timesteps.device
     sigmas, alphas = getattr(scheduler, "sigmas", None), getattr(scheduler, "alphas_cumprod", None)
     if _config(scheduler, "prediction_type") == "trigflow":
         levels = timesteps.sin()
-    # KDPM2 evaluates between two sigmas every other time, at a fractional timestep
+    # KDPM2 calls the model between two sigmas every other time, at a fractional timestep
     elif sigmas is not None and len(sigmas) >= count and getattr(scheduler, "sigmas_interpol", None) is None:
         levels = _from_sigmas(scheduler, numbers_of(sigmas).to(device)[:count])
     elif alphas is not None:
@@ -77,23 +75,24 @@ def noise_levels(scheduler) -> torch.Tensor:
 
 
 class Run:
-    """Where one scheduler is in its run, told to listeners as `begin_run(u)` and `advance(u_finished, u_next)`.
+    """The progress of one scheduler in its run, in noise levels.
 
-    Args:
-        scheduler: has timesteps. Held weakly: the scheduler holds the run.
+    Listeners are called with `begin_run(u)` at the start of a run and `advance(u_finished, u_next)` after each step.
+
+    Args: scheduler: has timesteps. Held by a weak reference, because the scheduler holds this object.
     """
 
     def __init__(self, scheduler):
         self._scheduler = weakref.ref(scheduler)
         self.listeners: list[Any] = []
         self.level: torch.Tensor | None = None  # of the running step, fp32 0-d
-        self._timesteps: Any = None  # tensors, once a run was prepared
+        self._timesteps: Any = None  # this and the next three: tensors, once a run was prepared
         self._levels: Any = None
         self._places: Any = None
         self._place: Any = None
 
     def start(self, place: int = 0) -> None:
-        """A run starts with timesteps[place]."""
+        """Begin a run at timesteps[place]."""
         scheduler = self._scheduler()
         timesteps = getattr(scheduler, "timesteps", None)
         if timesteps is None or len(timesteps) == 0:
@@ -108,7 +107,7 @@ class Run:
             listener.begin_run(self.level)
 
     def finish_step(self, timestep) -> None:
-        """The scheduler stepped from `timestep` (number or tensor; per-token timesteps count with their largest)."""
+        """End the step at a timestep: a number or a tensor, of which the largest value counts."""
         if self._levels is None:
             self.start()
         if self._levels is None:
@@ -119,10 +118,10 @@ class Run:
                 return
             timestep = timestep.amax() if timestep.numel() > 1 else timestep.reshape(())
             if timestep.device.type not in ("cpu", self._timesteps.device.type):
-                # bring the table to the timestep: the other way round would wait for the device
+                # move the tables to the timestep's device: moving the timestep would wait for the device
                 for name in ("_timesteps", "_levels", "_places", "_place"):
                     setattr(self, name, getattr(self, name).to(timestep.device))
-        # a timestep that is none (NaN) is as near to all: the run goes on where it is
+        # a timestep of NaN is equally far from all, so that the run goes on where it is
         distance = (self._timesteps - timestep).abs().nan_to_num(torch.inf, torch.inf)
         # second-order samplers visit a timestep twice: of equal matches, the one nearest to where the run should be
         detour = torch.where(distance == distance.min(), (self._places - self._place).abs(), self._places.numel())
@@ -140,7 +139,10 @@ def _new(base):
 
 @functools.cache
 def _tracked_class(base: Any) -> Any:
-    """A subclass that tells the scheduler's `_sage_run` about the run. Named as its base: diffusers saves it."""
+    """Return a scheduler's subclass that reports to its `_sage_run`.
+
+    It has the name of its base, because diffusers saves the name of a scheduler's class.
+    """
 
     def run_of(scheduler):
         return scheduler.__dict__.get("_sage_run")
@@ -183,7 +185,7 @@ def _tracked_class(base: Any) -> Any:
         )
 
     def __reduce_ex__(self, protocol):
-        # a copy or a pickle is a plain scheduler: only the object that was tracked reports
+        # copies and pickles are plain schedulers, which report nothing
         state = {name: value for name, value in self.__dict__.items() if name != "_sage_run"}
         return _new, (base,), state
 
@@ -192,17 +194,20 @@ def _tracked_class(base: Any) -> Any:
 
 
 def can_track(scheduler) -> bool:
-    """Whether this is a scheduler whose steps can be followed."""
+    """True for a scheduler with the methods that are needed to follow it."""
     return all(callable(getattr(scheduler, name, None)) for name in ("step", "set_timesteps"))
 
 
 def run_of(scheduler) -> Run | None:
-    """The run attached to a tracked scheduler."""
+    """Return the run of a tracked scheduler; None for any other object."""
     return scheduler.__dict__.get("_sage_run") if hasattr(scheduler, "__dict__") else None
 
 
 def track(scheduler, listener) -> Run:
-    """Make `scheduler` tell `listener` (begin_run, advance) about its runs. A run already prepared is told at once."""
+    """Make a scheduler call a listener's `begin_run` and `advance` from now on.
+
+    If a run is already prepared, `begin_run` is called at once.
+    """
     run = run_of(scheduler)
     if run is None:
         run = Run(scheduler)
@@ -216,7 +221,7 @@ def track(scheduler, listener) -> Run:
 
 
 def untrack(scheduler, listener) -> None:
-    """Undo `track`; the scheduler gets its own class back when nobody listens any more."""
+    """Undo `track`. The scheduler gets its own class back when it has no listeners left."""
     run = run_of(scheduler)
     if run is None:
         return
@@ -227,14 +232,18 @@ def untrack(scheduler, listener) -> None:
 
 
 class TimestepReader:
-    """Noise level from the `timestep` that a model is called with. Device operations only: traceable, no host sync.
+    """Noise levels and run starts from the `timestep` argument of a model, without a scheduler.
 
-    Models are given t in 0..1000, t/1000 or 1 - t/1000. The largest value seen tells the first from the others; a
-    reversed axis is as good an index as a straight one. A run walks along it one way: a timestep that turns back, or
-    the very first one again, begins another run. A run that goes on where one was broken off, or that follows one of
-    a single call, looks like its next step.
+    Uses device operations only, so it can be traced and never syncs. Models are given t in 0..1000, t/1000 or
+    1 - t/1000. The largest value seen tells the first form from the others. The last one gives a reversed noise level,
+    which serves as an index just as well.
+    In a run, timesteps go one way. A timestep that turns back, or equals the first of the run, begins another run. A
+    run that starts below the timestep of an interrupted one, or after a run of a single call, is taken for the
+    earlier run's next step.
 
-    Attributes: level: noise level of the latest call, fp32 []. begins: whether it began a run, int32 [].
+    Attributes:
+        level: noise level of the latest call, fp32 0-d.
+        begins: 1 if the latest call began a run, int32 0-d.
     """
 
     def __init__(self, forward, device):
@@ -244,44 +253,44 @@ class TimestepReader:
         self.to(device)
 
     def to(self, device) -> None:
-        """Start anew on `device`."""
+        """Move to a device and forget all earlier calls."""
         with torch.inference_mode(False):
             self._largest = torch.zeros((), dtype=torch.float32, device=device)
             self.level = torch.ones((), dtype=torch.float32, device=device)
             self.begins = torch.ones((), dtype=torch.int32, device=device)
-            # of the running run: its first timestep (NaN: none yet), the latest one, and which way it goes
+            # of the current run: its first timestep (NaN: none yet), its latest one, and its direction (-1, 0, 1)
             self._walk = torch.full((3,), torch.nan, dtype=torch.float32, device=device)
 
     def begin_run(self) -> None:
-        """The next call begins a run, whatever its timestep."""
+        """Let the next call begin a run, at any timestep."""
         self._walk.fill_(torch.nan)
 
     def snapshot(self) -> torch.Tensor:
-        """(largest timestep seen, level of the latest call), fp32 [2], a copy on the CPU. Syncs."""
+        """Return (largest timestep seen, level of the latest call), a copy on the CPU, fp32 [2]. Syncs."""
         return torch.stack([self._largest, self.level]).cpu()
 
     def restore(self, snapshot: torch.Tensor) -> None:
-        """Go on from a `snapshot`, in place."""
+        """Go on from a `snapshot`; the next call begins a run. Writes to the tensors in place."""
         largest, level = snapshot.to(self.level.device)
         self._largest.copy_(largest)
         self.level.copy_(level)
         self.begin_run()
 
     def timestep_of(self, args, kwargs):
-        """The timestep argument of a call of the model, or None."""
+        """Return the timestep argument of a model call; None if the model takes none or got none."""
         if self._index is None:
             return None
         return kwargs.get(self._name) if self._index >= len(args) else args[self._index]
 
     def read(self, timestep, held: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """(previous level, level of this call), fp32 0-d.
+        """Return (noise level of the previous call, noise level of this call), fp32 0-d tensors.
 
-        held: int32 [], 1: what decides how timesteps are numbered stays as it is.
+        held: int32 0-d; 1 keeps the largest timestep as it is, and with it the form of timesteps (frozen scales).
         """
         if not isinstance(timestep, torch.Tensor):
             timestep = torch.full((), float(timestep), dtype=torch.float32, device=self.level.device)
         t = timestep.detach().to(self.level.device, torch.float32).abs().amax()
-        t = torch.where(t.isfinite(), t, self._largest)  # NaN would stay the largest for ever
+        t = torch.where(t.isfinite(), t, self._largest)  # NaN would stay the largest value forever
         largest = torch.maximum(self._largest, t)
         if held is not None:
             largest = torch.where(held > 0, self._largest, largest)

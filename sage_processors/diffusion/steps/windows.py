@@ -1,11 +1,13 @@
-"""Where attention stays in 16 bit by choice: steps of a run, noise levels, layers, noise levels of some layers.
+"""Step windows: the denoising steps, noise levels and layers that the options keep in 16 bit.
 
-The INT8 kernels and the model's own attention are different kernels, so the choice is made on the host, between steps:
-the scheduler's step sets a flag that all layers with the same range of noise levels read, mostly one flag for all
-layers of a handle. Inside of torch.compile a flag is a guard. Each combination of flags is compiled once, when it is
-first needed, and a step that changes precision picks another version: two versions without ranges of some layers, and
-five at most with them (config.MAX_RANGES), whatever the number of steps, and with CUDA graphs a recording for each.
-One more is for forwards that belong to no step of a scheduler that is followed: these run in 16 bit.
+INT8 and 16-bit attention are different kernels, so the host chooses between them, between two steps. The scheduler's
+step sets a flag, and all layers with the same range of noise levels read it. Mostly one flag serves all layers of a
+handle.
+
+In a compiled model each flag is a guard. Each combination of flags is compiled once, when it is first needed. That
+makes two compiled versions, or at most five if some layers have their own range (options.MAX_RANGES), for any number
+of steps. CUDA graphs need a capture for each. One more version is for forwards that belong to no step of a followed
+scheduler: these run in 16 bit.
 """
 
 from __future__ import annotations
@@ -19,15 +21,19 @@ import torch
 from ...option_groups import IN_16_BIT
 
 
-# Reasons for 16-bit attention that a user asked for: no warning, and no error with on_unsupported="raise".
+# Reasons for 16-bit attention chosen by the user. They cause no warning, and no error with on_unsupported="raise".
 CHOSEN = ("window", "kept")
 
 
 def stays_exact(config, span, level: float, taken: int, left: int) -> bool:
-    """Whether the options keep a step in 16 bit, for layers with this `keep_noise`.
+    """True if the options keep a step in 16 bit, for layers with the range of noise levels `span`.
 
-    Args: span: () or (low, high). level: the step's noise level. taken: steps of the run before it. left: steps of
-        the run that are not done yet, this one included.
+    Args:
+        config: SageAttnProcessor.
+        span: () or (low, high), as `Keep.noise`.
+        level: noise level of the step.
+        taken: number of earlier steps in the run.
+        left: number of steps of the run that are not done yet, this one included.
     """
     if taken < config.keep.first_steps or left <= config.keep.last_steps:
         return True
@@ -35,18 +41,23 @@ def stays_exact(config, span, level: float, taken: int, left: int) -> bool:
 
 
 def inside(span, level: float) -> bool:
-    """Whether a noise level lies in a range: () has none, (low, high) those from low to below high, or to 1."""
+    """True if a noise level lies in a range: low <= level < high.
+
+    span: (low, high), of which a high of 1 includes 1, or () for no level at all.
+    """
     return bool(span) and span[0] <= level and (level < span[1] or span[1] == 1.0)
 
 
 class Window(threading.local):
-    """What the layers with one `keep_noise` share: whether the running step stays in 16 bit.
+    """Step window of the layers with the same range of noise levels: the flag that they read.
 
-    Each thread has its own: pipelines with schedulers of their own may share a model, a thread each.
+    Each thread has values of its own, because pipelines with their own schedulers may share a model, one per thread.
 
     Attributes:
-        exact: read by every attention call. was_exact: of the step before.
-        is_lost: exact because nobody knows which step runs, and not because the options say so.
+        span: the range of noise levels, () or (low, high).
+        exact: True if the running step stays in 16 bit. Read by every attention call.
+        was_exact: the same for the step before.
+        is_lost: True if the step runs in 16 bit because it is unknown, and not because of the options.
     """
 
     def __init__(self, span, windowed: bool):
@@ -55,16 +66,19 @@ class Window(threading.local):
 
 
 class Progress:
-    """How far one scheduler is in its run, counted on the host.
+    """The progress of one scheduler in its run, counted on the host.
 
-    Args: windowed: whether precision hangs on it. Then noise levels are read on the host, which waits for the device
-        when a run begins.
+    Args:
+        windowed: True if the options have step windows. Then noise levels are read on the host, which waits for the
+            device when a run begins.
     Attributes:
-        place: index of the running step in the scheduler's timesteps. total: their number; 0 before a first run.
-        taken: steps of the run so far. is_over: no step is running.
-        levels, timesteps: lists of floats where they can be read; else empty.
-        is_told: the run was seen to begin or to step; otherwise the scheduler was merely found with timesteps.
-        token: an object of the running step's own.
+        place: index of the running step in the scheduler's timesteps.
+        total: number of the scheduler's timesteps; 0 before a first run.
+        taken: number of finished steps in this run.
+        is_over: True if no step is running.
+        levels, timesteps: noise levels and timesteps, as lists of floats; empty if they can't be read.
+        is_told: True if the run was seen to begin or to step. False if the scheduler was merely found with timesteps.
+        token: an object that identifies the running step.
     """
 
     def __init__(self, windowed: bool):
@@ -75,7 +89,7 @@ class Progress:
         self.is_told, self.is_over, self.token = False, True, object()
 
     def begin(self, levels: torch.Tensor, place: int, timesteps=None, *, is_told: bool = True) -> None:
-        """A run starts at timesteps[place] of a scheduler with these noise levels fp32 [N]."""
+        """Begin a run at timesteps[place]. levels: the noise level of each timestep, fp32 [N]."""
         self.total, self.place, self.taken = len(levels), min(max(place, 0), len(levels) - 1), 0
         self.levels = levels.tolist() if self.windowed else []
         is_far = isinstance(timesteps, torch.Tensor) and timesteps.device.type != "cpu"
@@ -85,14 +99,15 @@ class Progress:
         self.is_told, self.is_over, self.token = is_told, False, object()
 
     def move(self, place: int) -> None:
-        """The run started at another place than the scheduler was told: image to image with DDIM does so."""
+        """Correct the running step's place, for a run that began late without telling the scheduler."""
         self.place, self.is_told = place, True
 
     def finish(self, u_finished: torch.Tensor) -> None:
-        """A step, at noise level u_finished (0-d), is done.
+        """End the running step. u_finished: its noise level, 0-d.
 
-        Pipelines may start late in the timesteps without telling the scheduler (image to image with DDIM): after the
-        first step of a run, and with windows only, the place is looked up by its noise level, which waits once.
+        Pipelines may start late in the timesteps without telling the scheduler (image to image with DDIM). So after
+        the first step of a run the place is looked up by its noise level. This waits for the device once, and is done
+        only with step windows.
         """
         if self.levels and self.taken == 0:
             u = float(u_finished)
@@ -105,9 +120,13 @@ class Progress:
 
 
 class Steps:
-    """Which steps stay in 16 bit: sets the windows between steps, and tells listeners.
+    """All step windows of a handle: sets their flags between steps, and tells listeners of steps.
 
-    Attributes: windowed: whether any step does. progress: of the scheduler that stepped last, in any thread.
+    Args: config: SageAttnProcessor.
+    Attributes:
+        windowed: True if the options keep any step in 16 bit.
+        listeners: objects with a method `step_starts(place)`, called before each step.
+        progress: the Progress of the scheduler that stepped last, in any thread.
     """
 
     def __init__(self, config):
@@ -129,29 +148,29 @@ class Steps:
         return self.progress.total
 
     def window_of(self, span) -> Window:
-        """The window of the layers whose `keep_noise` is `span`, one of the options."""
+        """Return the step window of the layers with the range of noise levels `span`."""
         return self._windows[span]
 
     @property
     def exact(self) -> bool:
-        """Whether the running step stays in 16 bit for layers without a range of their own."""
+        """True if the running step stays in 16 bit, for layers without their own range of noise levels."""
         return self._windows[self._config.keep.noise].exact
 
     @property
     def precision(self) -> tuple[bool, ...]:
-        """Whether the running step stays in 16 bit, for each range of noise levels that layers have.
+        """For each range of noise levels, True if the running step stays in 16 bit.
 
-        A CUDA graph of a whole forward holds that of the step that was captured: capture one for each.
+        A CUDA graph of a whole forward keeps the precision of the captured step: capture one graph for each precision.
         """
         return tuple(window.exact for window in self._windows.values())
 
     @property
     def bits(self) -> int:
-        """`precision` as a number; 0 where no step stays in 16 bit."""
+        """`precision` as the bits of an int; 0 if the running step is INT8 for all layers."""
         return sum(exact << i for i, exact in enumerate(self.precision))
 
     def enter(self, progress: Progress) -> None:
-        """A step of this run runs next in this thread."""
+        """Make the running step of `progress` the next step in this thread, and tell the listeners."""
         self.progress = progress
         for window in self._windows.values() if self.windowed else ():
             window.was_exact = window.exact
@@ -160,7 +179,7 @@ class Steps:
             listener.step_starts(progress.place)
 
     def decide(self, progress: Progress | None) -> None:
-        """Set this thread's windows for the running step of `progress`; None: nobody knows which step runs."""
+        """Set this thread's step windows for the running step of a run; None if the step is unknown."""
         for window in self._windows.values() if self.windowed else ():
             if progress is None or progress.is_over or not progress.is_told:
                 window.is_lost = window.exact = True
@@ -173,7 +192,10 @@ class Steps:
 
 
 def check_patterns(option: str, patterns, names: list[str]) -> None:
-    """Raise ValueError for a pattern that matches none of the layer names: it would do nothing, silently."""
+    """Raise ValueError for a pattern that matches no layer name, because it would do nothing.
+
+    option: name of the option with the patterns, for the message.
+    """
     for pattern in patterns:
         if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
             close = difflib.get_close_matches(pattern, names, n=1, cutoff=0.0)
@@ -185,5 +207,5 @@ def check_patterns(option: str, patterns, names: list[str]) -> None:
 
 
 def is_kept(config, name: str) -> bool:
-    """Whether the options leave this layer in 16 bit at all steps."""
+    """True if the options keep a layer in 16 bit at all steps."""
     return config.of_layer("recipe", name) == IN_16_BIT

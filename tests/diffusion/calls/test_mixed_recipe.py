@@ -24,7 +24,7 @@ def test_a_pipeline_runs_in_two_precisions_and_says_so():
     with pipe.set_attn_processor(NVFP4) as handle:
         ours = run()
         report = handle.report()
-        assert handle._parts[0].state is None  # nothing is planned
+        assert handle._denoisers[0].state is None  # nothing is planned
     rows = [row for row in report.rows if row["status"] == "active"]
     assert rows and 10 < sqnr_db(ours, stock) < 70
     for row in rows:
@@ -44,7 +44,7 @@ def test_calls_with_masks_stay_exact_and_are_counted():
     with sp.apply(
         pipe, dataclasses.replace(NVFP4, mixed=dataclasses.replace(NVFP4.mixed, keep_blocks=False))
     ) as handle:
-        layer = handle._parts[0].layers[0]
+        layer = handle._denoisers[0].layers[0]
         x, mask = torch.randn(1, 12, layer.module.to_q.in_features), torch.zeros(1, 1, 12)
         with torch.no_grad():
             layer.module(x, attention_mask=mask)
@@ -52,7 +52,7 @@ def test_calls_with_masks_stay_exact_and_are_counted():
         assert row["fallbacks"] == {"mixed_mask": 1} and row["calls"] == 0
         assert row["mixed"]["block_map"] is None
     with sp.apply(pipe, dataclasses.replace(NVFP4, on_unsupported="raise")) as handle, torch.no_grad():
-        layer = handle._parts[0].layers[0]
+        layer = handle._denoisers[0].layers[0]
         with pytest.raises(sp.UnsupportedAttentionError, match="mixed_mask"):
             layer.module(x, attention_mask=mask)
 

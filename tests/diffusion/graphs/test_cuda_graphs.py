@@ -117,7 +117,7 @@ def walk(config, from_graph: bool):
             else:
                 graph.replay()
             outputs.append(out.float().clone())
-        state = handle._parts[0].state
+        state = handle._denoisers[0].state
         return outputs, handle.report(), state.snapshot(), state.summary()
 
 

@@ -49,8 +49,8 @@ class OnCpu(WholeGraphs):
 
     device_type = "cpu"
 
-    def __init__(self, handle, part, record):
-        super().__init__(handle, part)
+    def __init__(self, handle, denoiser, record):
+        super().__init__(handle, denoiser)
         self.record = record
 
 
@@ -58,11 +58,11 @@ def options(**kwargs):
     return sp.SageAttnProcessor(min_tokens=1, **kwargs)
 
 
-def captures(handle, part=0) -> tuple[WholeGraphs, Recorder]:
+def captures(handle, index=0) -> tuple[WholeGraphs, Recorder]:
     """As graphs="auto", with a recorder."""
     recorder = Recorder()
-    graphs = OnCpu(handle, handle._parts[part], recorder)
-    handle._parts[part].use_graphs(graphs)
+    graphs = OnCpu(handle, handle._denoisers[index], recorder)
+    handle._denoisers[index].use_graphs(graphs)
     return graphs, recorder
 
 
@@ -119,7 +119,7 @@ def test_short_linear_calls_are_in_8_bit_in_eager_forwards_too(monkeypatch):
         graphs, recorder = captures(handle)
         outs = [model(**inputs, return_dict=False)[0] for _ in range(WARM_UP + 2)]
         assert graphs.replays == 2 and all(torch.equal(x, outs[0]) for x in outs)
-        handle._parts[0].use_graphs(None)
+        handle._denoisers[0].use_graphs(None)
         again = model(**inputs, return_dict=False)[0]
         assert torch.equal(again, short) and not torch.equal(again, outs[0])
         rows = [row for row in handle.report().linears.rows if row["format"]]
@@ -149,8 +149,8 @@ def replayed_model(name="flux", record=frozen, before=lambda model: None, **kwar
     model, inputs = MODELS[name]()
     before(model)
     handle = sp.apply(model, options(scaling="dynamic", **kwargs))
-    graphs = OnCpu(handle, handle._parts[0], record)
-    handle._parts[0].use_graphs(graphs)
+    graphs = OnCpu(handle, handle._denoisers[0], record)
+    handle._denoisers[0].use_graphs(graphs)
     with torch.no_grad():
         for _ in range(WARM_UP + 2):
             out = model(**inputs, return_dict=False)[0]
@@ -159,7 +159,7 @@ def replayed_model(name="flux", record=frozen, before=lambda model: None, **kwar
 
 
 def eager(handle, model, inputs):
-    handle._parts[0].use_graphs(None)
+    handle._denoisers[0].use_graphs(None)
     with torch.no_grad():
         return model(**inputs, return_dict=False)[0]
 
@@ -274,7 +274,7 @@ def test_a_weight_that_nobody_counted_is_compared_first():
     for module in model.modules():
         if "_sage_linear" in module.__dict__:
             module._parameters["weight"].data.mul_(1.5)
-    handle._parts[0].linears.begin_run()
+    handle._denoisers[0].linears.begin_run()
     with torch.no_grad():
         new = [model(**inputs, return_dict=False)[0] for _ in range(WARM_UP + 3)]
     assert graphs.eager["changed"] == 1 and graphs.replays == 4 and len(captured) == 2
@@ -410,7 +410,7 @@ def test_row_maxima_are_not_kept_and_lists_are_not_replayed(recipe, flux):
     with sp.apply(pipe, options(recipe=recipe)) as handle:
         graphs, _ = captures(handle)
         draw(steps=8)
-        assert not handle._parts[0].state.kept.row_maxima._kept and graphs.replays == 8 - WARM_UP
+        assert not handle._denoisers[0].state.kept.row_maxima._kept and graphs.replays == 8 - WARM_UP
     with sp.apply(pipe, options(recipe=recipe, skip={})) as handle:
         graphs, recorder = captures(handle)
         draw(steps=8)
@@ -446,10 +446,10 @@ def test_a_capture_that_fails_is_told_and_leaves_eager_forwards(caplog):
 
     model, inputs = MODELS["flux"]()
     with torch.no_grad(), sp.apply(model, options(scaling="dynamic")) as handle:
-        handle._parts[0].use_graphs(OnCpu(handle, handle._parts[0], fails))
+        handle._denoisers[0].use_graphs(OnCpu(handle, handle._denoisers[0], fails))
         outs = [model(**inputs, return_dict=False)[0] for _ in range(WARM_UP + 3)]
         assert all(torch.equal(out, outs[0]) for out in outs)
-        assert handle._parts[0].graphs.eager == {"warm_up": WARM_UP, "not_capturable": 3}
+        assert handle._denoisers[0].graphs.eager == {"warm_up": WARM_UP, "not_capturable": 3}
         assert "0 forwards" in str(handle.report()) and "not_capturable: 3" in str(handle.report())
     told = [record.getMessage() for record in caplog.records if "graphs:" in record.getMessage()]
     assert len(told) == 1 and "FluxTransformer2DModel run eagerly" in told[0] and "not permitted" in told[0]
@@ -518,7 +518,7 @@ def test_P66_pictures_from_graphs_on_a_gpu(kwargs):
     with sp.apply(pipe, config) as handle:
         wanted, report = [draw(seed) for seed in (0, 1, 2)], handle.report()
     with sp.apply(pipe, dataclasses.replace(config, graphs="auto")) as handle:
-        found, graphs = [draw(seed) for seed in (0, 1, 2)], handle._parts[0].graphs
+        found, graphs = [draw(seed) for seed in (0, 1, 2)], handle._denoisers[0].graphs
         kinds = 1 + ("keep" in kwargs)
         assert graphs.eager == {"warm_up": kinds * WARM_UP * CALLS}
         assert graphs.replays == (3 * STEPS - kinds * WARM_UP) * CALLS
@@ -540,9 +540,9 @@ def test_P66_a_change_between_pictures_on_a_gpu():
         with torch.no_grad():
             for block in pipe.transformer.transformer_blocks:
                 block.ff.net[2].weight.mul_(0.5)
-        found, graphs = draw(), handle._parts[0].graphs
+        found, graphs = draw(), handle._denoisers[0].graphs
         assert graphs.eager["changed"] == 1 and graphs.replays > (STEPS - WARM_UP) * CALLS
-        handle._parts[0].use_graphs(None)
+        handle._denoisers[0].use_graphs(None)
         assert sp.metrics.psnr(found, draw()).min() > 45 and sp.metrics.psnr(found, before).max() < 45
 
 

@@ -24,8 +24,11 @@ def learnt(name="flux", runs=2):
 
 def values_of(handle):
     return [
-        {name: tensor.clone() for name, tensor in (part.state.snapshot() | {"t": part._reader.snapshot()}).items()}
-        for part in handle._parts
+        {
+            name: tensor.clone()
+            for name, tensor in (denoiser.state.snapshot() | {"t": denoiser._reader.snapshot()}).items()
+        }
+        for denoiser in handle._denoisers
     ]
 
 

@@ -29,7 +29,7 @@ def test_counts_of_eager_and_compiled_calls_stay_when_a_processor_is_replaced():
     model, inputs = MODELS["unet_sd15"]()
     with torch.no_grad(), sp.apply(model, sp.SageAttnProcessor(min_tokens=1, scaling="dynamic")) as handle:
         model(**inputs)
-        for layer in handle._parts[0].layers:
+        for layer in handle._denoisers[0].layers:
             layer.sage._sage_events.traced[0] += 5  # as a graph counts
         model.set_attn_processor(AttnProcessor2_0())
         handle.refresh()
@@ -54,7 +54,7 @@ OF_SITE = ("outside", "below", "misfit", "clipped", "redone")
 def test_a_layer_with_several_calls_shows_the_worst_of_them(of_site, of_layer, worst):
     model, _ = MODELS["flux"]()
     with sp.apply(model) as handle:
-        layer = handle._parts[0].layers[0]
+        layer = handle._denoisers[0].layers[0]
         layer.site_indices, layer.sage._sage_sites = [0, 1], (CallSite(), CallSite())
         good = {"calls": 1, "dynamic_calls": 0.0} | dict.fromkeys(OF_SITE, 0.0)
         summary = [good, good]

@@ -43,7 +43,7 @@ def test_P28_a_model_in_training_mode_is_a_warning_at_once(caplog):
     next(iter(model.modules())).transformer_blocks[0].attn.train()
     with sp.apply(model, options()):
         (warning,) = warnings_of(caplog)
-    assert warning.startswith("FluxTransformer2DModel: got a model in which some layers run exact")
+    assert warning.startswith("FluxTransformer2DModel: got a model in which some layers run in 16 bit")
 
 
 @pytest.mark.parametrize("why", ["kept", "float64", "heads"])

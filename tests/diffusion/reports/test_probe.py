@@ -82,7 +82,7 @@ def test_probe_measures_the_steps_it_should_and_changes_nothing():
         with handle.probe(every=3, heads=2, rows=8) as probe:
             assert torch.equal(denoise(pipe, model, inputs, steps=7), plain)
             data = probe.data()
-        assert all(layer.sage._sage_probe is None for part in handle._parts for layer in part.layers)
+        assert all(layer.sage._sage_probe is None for denoiser in handle._denoisers for layer in denoiser.layers)
         assert handle.report().calls == 14
     batch, heads = 1, 2
     assert {(row["step"], row["rows"]) for row in data} == {(step, 8 * batch) for step in (0, 3, 6)}

@@ -139,7 +139,7 @@ def test_saving_replaces_in_one_step_and_changes_nothing(tmp_path):
 def test_scales_move_with_the_model():
     """Offloading moves a model to its device at its first call: after the file was loaded."""
     _, handle, _ = learnt("ddpm")
-    state = handle._parts[0].state
+    state = handle._denoisers[0].state
     before, calls = state.snapshot(), state.summary()
     state.device = torch.device("meta")  # so that the CPU is another device
     state.to("cpu")

@@ -93,7 +93,7 @@ def test_Q02_a_bad_denoiser_leaves_the_others_alone(tmp_path):
     with safe_open(path, "pt") as file:
         metadata = file.metadata()
     tensors = load_file(path)
-    last = [name for name in tensors if name.startswith(handle._parts[-1].name + ".")]
+    last = [name for name in tensors if name.startswith(handle._denoisers[-1].name + ".")]
     tensors[next(name for name in last if name.endswith(".plan_scale"))][0] = NAN
     save_file(tensors, path, metadata=metadata)
     pipe, _ = PIPES["sd_controlnet"]()

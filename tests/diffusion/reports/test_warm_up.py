@@ -54,7 +54,7 @@ def started(monkeypatch):
         return Started(Job(kind) for kind in kinds)
 
     monkeypatch.setattr(warm_up, "compile_ahead", compile_ahead)
-    monkeypatch.setattr(warm_up, "_on_a_gpu", lambda part: True)
+    monkeypatch.setattr(warm_up, "_on_a_gpu", lambda denoiser: True)
     monkeypatch.setattr(warm_up, "closing_call", lambda state, device: None)
     return calls
 
@@ -63,16 +63,16 @@ def started(monkeypatch):
 def test_the_kinds_of_a_models_calls_before_and_after_its_first(recipe):
     model, inputs = MODELS["flux"]()
     with sp.apply(model, sp.SageAttnProcessor(recipe=recipe, min_tokens=0)) as handle:
-        (part,) = handle._parts
+        (denoiser,) = handle._denoisers
         expected = CallKind(FLOAT, 16, recipe, keeps_rows=recipe == FP8, tokens=(LONG, SHORT))
-        assert call_kinds(part, CUDA, all_steps=True) == [expected]
+        assert call_kinds(denoiser, CUDA, all_steps=True) == [expected]
         # nobody has told of steps: no row maxima are kept
-        assert call_kinds(part, CUDA) == [expected._replace(keeps_rows=False)]
-        assert call_kinds(part, CUDA, only_seen=True) == []
+        assert call_kinds(denoiser, CUDA) == [expected._replace(keeps_rows=False)]
+        assert call_kinds(denoiser, CUDA, only_seen=True) == []
         handle.new_run()
         with torch.no_grad():
             model(**inputs)
-        assert call_kinds(part, CUDA, only_seen=True) == [expected._replace(tokens=(SHORT,))]
+        assert call_kinds(denoiser, CUDA, only_seen=True) == [expected._replace(tokens=(SHORT,))]
 
 
 def test_masks_and_types_are_those_that_a_layer_met():
@@ -80,7 +80,7 @@ def test_masks_and_types_are_those_that_a_layer_met():
     with sp.apply(model, sp.SageAttnProcessor(min_tokens=0, scaling="per_block")) as handle, torch.no_grad():
         with torch.autocast("cpu", torch.bfloat16):
             model(**inputs)
-        found = call_kinds(handle._parts[0], CUDA)
+        found = call_kinds(handle._denoisers[0], CUDA)
         assert found and {(kind.by_key is None, kind.dtype, kind.scaling) for kind in found} == {
             (False, BF16, "per_block")
         }
@@ -90,13 +90,13 @@ def test_options_by_layer_decide_and_short_calls_need_nothing(monkeypatch):
     model, _ = MODELS["flux"]()
     config = sp.SageAttnProcessor(rotation="hadamard", min_tokens=0, layers={"single*": {"scaling": "per_token"}})
     with sp.apply(model, config) as handle:
-        found = call_kinds(handle._parts[0], CUDA)
+        found = call_kinds(handle._denoisers[0], CUDA)
     assert {(kind.scaling, kind.rotation) for kind in found} == {("planned", "hadamard"), ("per_token", "hadamard")}
     with sp.apply(model, dataclasses.replace(config, layers={"*": {"recipe": "16bit"}})) as handle:
-        assert call_kinds(handle._parts[0], CUDA) == []
+        assert call_kinds(handle._denoisers[0], CUDA) == []
     for least, lengths in ((SHORT, (LONG, SHORT)), (LONG, (LONG,)), (2**30, ())):
         with sp.apply(model, sp.SageAttnProcessor(min_tokens=least)) as handle:
-            found = call_kinds(handle._parts[0], CUDA)
+            found = call_kinds(handle._denoisers[0], CUDA)
         assert [kind.tokens for kind in found] == [lengths] * bool(lengths)
 
 
@@ -124,8 +124,8 @@ def test_heads_are_made_ready_by_the_kernel_that_was_compiled_ahead(name, monkey
     monkeypatch.setattr(heads, "launch", launch)
     model, inputs = MODELS[name]()
     with sp.apply(model, sp.SageAttnProcessor(min_tokens=0)) as handle, torch.no_grad():
-        (part,) = handle._parts
-        for kind in heads_kinds(part, CUDA):
+        (denoiser,) = handle._denoisers
+        for kind in heads_kinds(denoiser, CUDA):
             heads_call(kind, torch.device("cpu"))()
         expected = kinds.copy()
         assert len(expected) == (name != "unet_sd15")
@@ -140,7 +140,7 @@ def test_heads_too_wide_for_any_kernel_need_none(monkeypatch):
     model, _ = MODELS["flux"]()
     with sp.apply(model, sp.SageAttnProcessor(min_tokens=0, scaling="per_block")) as handle:
         monkeypatch.setattr(warm_up, "discover_sites", lambda *_: [(2, 512)])
-        assert call_kinds(handle._parts[0], CUDA) == []
+        assert call_kinds(handle._denoisers[0], CUDA) == []
 
 
 def test_the_swap_starts_and_the_first_two_forwards(started):
@@ -158,7 +158,7 @@ def test_the_swap_starts_and_the_first_two_forwards(started):
 def test_heads_of_several_widths_wait_for_the_first_forward(started):
     model, inputs = MODELS["unet_sd15"]()
     with sp.apply(model, sp.SageAttnProcessor(min_tokens=0)) as handle, torch.no_grad():
-        several = {kind.head_dim for kind in call_kinds(handle._parts[0], CUDA)}
+        several = {kind.head_dim for kind in call_kinds(handle._denoisers[0], CUDA)}
         assert len(several) == 2
         model(**inputs)
         assert not started

@@ -357,9 +357,9 @@ def test_P25_forwards_inside_of_code_that_is_compiled_around_them_are_counted():
     with sp.apply(pipe, options(scaling="timestep")) as handle:
         fast = torch.compile(lambda **inputs: model(**inputs), backend="aot_eager", fullgraph=True)
         denoise(pipe, fast, inputs, steps=5)
-        assert handle._parts[0].forwards.strays == 0
+        assert handle._denoisers[0].forwards.strays == 0
         denoise(other, fast, inputs, steps=4)
-        assert handle._parts[0].forwards.strays == 4
+        assert handle._denoisers[0].forwards.strays == 4
 
 
 # --- reset ---

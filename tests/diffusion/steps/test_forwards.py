@@ -250,7 +250,7 @@ def test_a_capture_holds_the_step_that_was_entered_last_and_the_report_tells(mon
     handle = pipe.set_attn_processor(options(keep={"first_steps": 2}))
     on = []
     monkeypatch.setattr(following, "_is_capturing", lambda: bool(on))
-    part, captured = handle._parts[0], {}
+    denoiser, captured = handle._denoisers[0], {}
     count = Forwards.count_captured
     monkeypatch.setattr(
         Forwards, "count_captured", lambda self, t, precision: captured.update(t=t, precision=precision)
@@ -267,7 +267,7 @@ def test_a_capture_holds_the_step_that_was_entered_last_and_the_report_tells(mon
         assert handle.steps.precision == (True,)  # the run is over
         scheduler.set_timesteps(5)
         for t in scheduler.timesteps:
-            count(part.forwards, t, captured["precision"])  # as a replay
+            count(denoiser.forwards, t, captured["precision"])  # as a replay
             scheduler.step(inputs["sample"], t, inputs["sample"])
     assert "2 replays of a CUDA graph of unet ran in steps" in str(handle.report())
     handle.remove()

@@ -163,7 +163,7 @@ def test_a_layer_runs_its_own_recipe(scaling, monkeypatch):
         with sp.apply(pipe, config) as handle:
             denoise(pipe, model, inputs, steps=steps)
             rows = rows_of(handle)
-            state = handle._parts[0].state
+            state = handle._denoisers[0].state
             lagged = {} if state is None else {site["name"]: site["lagged"] for site in state.summary()}
         for hook in hooks:
             hook.remove()

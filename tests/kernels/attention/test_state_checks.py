@@ -9,7 +9,7 @@ import sage_processors as sp
 from sage_kernels import HeadState, new_head_state, sage_attention
 from sage_kernels.planning.row_maxima import MOST_CALLS
 from sage_kernels.planning.state import ScaleState, Site
-from sage_processors.options import UnsupportedAttentionError
+from sage_processors.unsupported import UnsupportedAttentionError
 from tests.diffusion.test_compile import Pipe
 from tests.diffusion.test_same_seed import Drawing, options
 from tests.kernels.attention.test_attention import run_kernel
@@ -59,7 +59,10 @@ def test_Q27_row_maxima_may_be_of_the_call_or_empty():
 def test_row_maxima_to_read_and_none_yet_exclude_each_other(no_launch):
     both = new_head_state(2, 16, "cpu")._replace(row_max=rows(None), row_max_next=rows(None))
     check_raises(
-        qkv(), {"state": both}, ValueError, ["state.row_max_next", "beside state.row_max", "expected it empty"]
+        qkv(),
+        {"state": both},
+        ValueError,
+        ["state.row_max_next", "beside those of state.row_max", "expected an empty tensor"],
     )
 
 
@@ -67,7 +70,7 @@ def test_a_site_whose_state_is_on_another_device_computes_its_own_scales():
     """As while a model moves: counted as such a call, and nothing is written to the other device."""
     drawing = Drawing()
     with torch.no_grad(), sp.apply(drawing.model, options()) as handle:
-        for layer in handle._parts[0].layers:
+        for layer in handle._denoisers[0].layers:
             for site in layer.sage._sage_sites:
                 site.state = HeadState(*(x.to("meta") for x in site.state))
         own = drawing.model(**drawing.inputs).sample
@@ -125,7 +128,7 @@ def test_Q26_a_model_called_outside_of_steps_keeps_few_row_maxima():
     pipe = Pipe(model, drawing.pipe.scheduler)
     config = sp.SageAttnProcessor(min_tokens=0, recipe="qk_int8_pv_fp8")
     with torch.no_grad(), sp.apply(pipe, config) as handle:
-        kept = handle._parts[0].state.kept.row_maxima
+        kept = handle._denoisers[0].state.kept.row_maxima
         pipe.scheduler.set_timesteps(8)
         for t in pipe.scheduler.timesteps[:4]:
             inputs["timestep"] = t.expand(1) / 1000

@@ -31,8 +31,7 @@ from sage_kernels._triton.decode.kernel import _decode_attention_kernel
 from sage_kernels._triton.decode.tiles import LONG, decode_tile
 from sage_kernels._triton.heads.qk_norm_rope import _HEADS, _TOKENS, _qk_norm_rope_kernel
 from sage_kernels._triton.linear.launch import _GROUP, quantize_shape
-from sage_kernels._triton.linear.matmul import _linear_kernel
-from sage_kernels._triton.linear.parts import STRIP, _add_parts_kernel
+from sage_kernels._triton.linear.matmul import STRIP, _add_parts_kernel, _linear_kernel
 from sage_kernels._triton.linear.quantize_rows import _quantize_rows_kernel
 from sage_kernels._triton.linear.tiles import POINTERS, choose_linear_tile, choose_weight_only_tile
 from sage_kernels._triton.linear.weight_only import _weight_only_kernel

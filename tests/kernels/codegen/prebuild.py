@@ -35,7 +35,7 @@ def compiled() -> dict[str, bytes]:
     as_on_hopper()
     found, asked = {}, []
     for job in usual_jobs().values():
-        compat.told_before_compiles(job.kernel, asked.append)
+        compat.call_before_compiles(job.kernel, asked.append)
         asked.clear()
         kernel = job.kernel.warmup(*job.arguments, grid=(1,), **job.constants)
         (wanted,) = asked

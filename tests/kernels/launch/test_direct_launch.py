@@ -39,7 +39,7 @@ launch_attention.device_tile = lambda _, width, scaling, masking, pv, lagged: ch
 launch_attention.processors_of = prologue.processors_of = lambda device: 132
 
 
-attention_decode.decode_capability = lambda device: 90
+attention_decode.capability_of = lambda device: 90
 
 
 class Driver:

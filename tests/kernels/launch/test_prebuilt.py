@@ -38,7 +38,9 @@ keys = []
 for job in usual_jobs().values():
     device = compat.current_device()
     job.kernel.device_caches[device]
-    job.kernel.compile = lambda src, target, options: keys.append(compat.wanted(src, target, options)) or Compiled()
+    job.kernel.compile = (
+        lambda src, target, options: keys.append(compat.compile_request(src, target, options)) or Compiled()
+    )
     job.kernel.warmup(*job.arguments, grid=(1,), **job.constants)
 print(*(f"{found.key} {found.name}" for found in keys), sep="\\n")
 """

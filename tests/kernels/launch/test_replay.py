@@ -130,7 +130,7 @@ from sage_kernels.ops import decode
 from sage_kernels._triton import launch as launching
 from sage_kernels._triton.decode import append_kv, launch as attention_decode
 
-attention_decode.decode_capability = lambda device: 90
+attention_decode.capability_of = lambda device: 90
 attention_decode.programs_at_once = lambda device, tile: 528
 
 def cache(room, tokens):

@@ -242,7 +242,7 @@ def multiplied_by(monkeypatch, rows=300, depth=272, columns=264, dtype=torch.bfl
     from sage_kernels._triton.linear import launch
 
     calls = []
-    monkeypatch.setattr(launch, "_capability", lambda device: capability)
+    monkeypatch.setattr(launch, "capability_of", lambda device: capability)
     monkeypatch.setattr(launch, "processors_of", lambda device: 132)
     monkeypatch.setattr(launch, "launch", lambda kernel, programs, *_, **__: calls.append((kernel, programs)))
     x, w = (torch.zeros(n, depth, dtype=torch.int8) for n in (rows, columns))
@@ -274,7 +274,7 @@ def test_on_hopper_the_matmul_may_begin_before_its_codes_are_made(monkeypatch, c
     from sage_kernels._triton.linear import launch
 
     calls = []
-    monkeypatch.setattr(launch, "_capability", lambda device: capability)
+    monkeypatch.setattr(launch, "capability_of", lambda device: capability)
     monkeypatch.setattr(launch, "processors_of", lambda device: 132)
     monkeypatch.setattr(launch, "launch", lambda kernel, *_, **options: calls.append(options))
     x, w = torch.zeros(300, 272), torch.zeros(264, 272, dtype=torch.int8)

@@ -30,7 +30,7 @@ def test_which_tiles_are_shared():
 
 @pytest.mark.parametrize("tile", [WIDE, SMALL])
 def test_every_channel_of_every_tile_is_multiplied_once(tile):
-    """By the rule of hopper/units.py, whose numbers these are."""
+    """By the rule of `unit_of` (linear/hopper/producer.py), whose numbers these are."""
     for processors in (1, 78, SMS):
         for tiles in (1, 11, 100, SMS, 432, 1728):
             for depth in (1, 500, 3072, 3100, 15361):
@@ -121,7 +121,7 @@ def shared(monkeypatch, number: int, parts: int) -> list[tuple[int, int]]:
 def test_shared_tiles_are_added_by_a_launch_of_their_own(monkeypatch):
     """Programs: no more than there are processors; each tile's rows, STRIP at a time."""
     calls = []
-    monkeypatch.setattr(launch, "_capability", lambda device: 90)
+    monkeypatch.setattr(launch, "capability_of", lambda device: 90)
     monkeypatch.setattr(launch, "processors_of", lambda device: SMS)
     monkeypatch.setattr(launch, "launch", lambda kernel, programs, *_, **options: calls.append((programs, options)))
     x, w = (torch.zeros(n, 12288, dtype=torch.int8) for n in (4608, 3072))

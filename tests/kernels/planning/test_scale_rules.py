@@ -287,11 +287,11 @@ def test_frozen_rules_need_runs(scaling):
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        ({"history": 0}, ValueError, "history: got 0, expected at least 1"),
-        ({"history": 2.0}, TypeError, "history: got float, expected an int"),
-        ({"gamma": "fitted"}, TypeError, 'gamma: got str, expected a number or "fit"'),
-        ({"gamma": True}, TypeError, "gamma: got bool"),
-        ({"gamma": math.inf}, ValueError, "gamma: got inf"),
+        ({"scaling": {"history": 0}}, ValueError, "history: got 0, expected at least 1"),
+        ({"scaling": {"history": 2.0}}, TypeError, "history: got float, expected an int"),
+        ({"scaling": {"gamma": "fitted"}}, TypeError, 'gamma: got str, expected a number or "fit"'),
+        ({"scaling": {"gamma": True}}, TypeError, "gamma: got bool"),
+        ({"scaling": {"gamma": math.inf}}, ValueError, "gamma: got inf"),
         ({"scaling": "sigma"}, ValueError, "scaling: got 'sigma'"),
     ],
 )

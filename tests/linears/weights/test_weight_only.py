@@ -354,8 +354,8 @@ def test_through_the_handle():
     model, inputs = MODELS["flux"]()
     with torch.no_grad():
         expected = model(**inputs, return_dict=False)[0]
-        options = {"scaling": "dynamic", "linears": {"format": "int8", "min_features": 0}}
-        handle = sp.apply(model, sp.SageAttnProcessor(**options, linears=sp.Linears("none", drop_weights=True)))
+        linears = sp.Linears(min_features=0, drop_weights=True)
+        handle = sp.apply(model, sp.SageAttnProcessor(scaling="dynamic", linears=linears))
         assert relative_error(model(**inputs, return_dict=False)[0], expected) < 0.05
     found = {row["layer"]: row["format"] for row in handle.report().linears.rows}
     assert found["transformer_blocks.0.norm1.linear"] == found["norm_out.linear"] == "int8_weights"

@@ -13,8 +13,7 @@ from ...facts.skipping import SkipState
 from ...facts.state import HeadState, keeps_row_max, reads_row_max
 from .. import compat
 from ..launch import buffer, launch, processors_of
-from ..masks import as_loadable, broadcast_strides
-from ..primitives import head_width
+from ..primitives import as_loadable, broadcast_strides, head_width
 from ..prologue.mask_tiles import MaskTiles, launch_mask_tiles
 from ..prologue.prologue import Prepared, launch_prologue
 from ..prologue.rotate import launch_rotate
@@ -234,7 +233,7 @@ def _launch_hopper(tile: Tile, tiles: int, q, prepared: Prepared, v, first, mask
 
     parts: memory for partial sums, counters of arrived pieces, and the two numbers of a Tail.
     """
-    from ..descriptors import describe
+    from ..hopper_primitives import describe
     from .hopper import kernel as hopper
 
     block_n, width, none = tile.block_n, constants["WIDTH"], prepared.scale

@@ -7,8 +7,7 @@ import triton
 import triton.language as tl
 
 from ...facts import recipe
-from ..masks import load_bias
-from ..primitives import ROUND_MAGIC, ROUND_MAGIC_BITS
+from ..primitives import ROUND_MAGIC, ROUND_MAGIC_BITS, load_bias
 
 
 # With ADDS_BITS the softmax reference is off by half an ulp of 1.5·2^23 times a scale, which is 2^-5 at this scale.

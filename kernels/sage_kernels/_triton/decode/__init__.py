@@ -1,4 +1,4 @@
-"""Kernels of the INT8 KV cache: append tokens, and attention of a few queries over it with the keys split.
+"""Kernels of the INT8 KV cache: append tokens, and attention of a few queries over it.
 
-May import `launch`, `_triton`'s own files and the ground floor; not attention or its prologue.
+May import `launch`, `_triton`'s own files and `sage_kernels.facts`; not attention or its prologue.
 """

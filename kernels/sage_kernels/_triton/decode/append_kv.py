@@ -1,4 +1,4 @@
-"""Quantise new tokens into an INT8 KV cache: K and V of all heads in one launch, nothing else touched."""
+"""Quantise new tokens into an INT8 KV cache: K and V of all heads in one launch."""
 
 import torch
 import triton
@@ -10,7 +10,7 @@ from ..primitives import AMAX_FLOOR, INT8_MAX, head_width, nan_unless_finite, ro
 
 @triton.jit
 def _round_to_bf16(x):
-    """x rounded to nearest even at bf16's precision, still fp32: the interpreter's own cast truncates."""
+    """Round x to bf16's precision, nearest even, still in fp32: the interpreter's own cast truncates."""
     bits = x.to(tl.int32, bitcast=True)
     rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
     return tl.where(x == x, rounded, x)
@@ -18,7 +18,7 @@ def _round_to_bf16(x):
 
 @triton.jit
 def _store_tokens(x, codes_ptr, scale_ptr, slots, stride_codes, stride_scale, kept, channels, HEAD_DIM: tl.constexpr):
-    """Codes and scales of tokens x [tokens, WIDTH], fp32, into their slots."""
+    """Quantise fp32 tokens x [tokens, WIDTH] and store codes and scales in their slots."""
     amax = tl.maximum(tl.max(tl.abs(x), 1), AMAX_FLOOR)
     scale = _round_to_bf16(tl.div_rn(amax, amax * 0.0 + INT8_MAX) + nan_unless_finite(x, 1))
     finite = scale == scale
@@ -40,7 +40,7 @@ def _append_kv_kernel(k_ptr, v_ptr, mean_ptr, balance_ptr, k_codes_ptr, k_scale_
                       stride_vcb, stride_vch, stride_vcn, stride_vsb, stride_vsh, stride_vsn,
                       HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_T: tl.constexpr, HAS_MEAN: tl.constexpr,
                       HAS_BALANCE: tl.constexpr, ON_DEVICE: tl.constexpr, RING: tl.constexpr):  # fmt: skip
-    """One program: BLOCK_T new tokens of one head of one sample."""
+    """Append BLOCK_T new tokens of one head of one sample. Grid: blocks of tokens of all heads."""
     blocks = tl.cdiv(number, BLOCK_T)
     which = tl.program_id(0)
     head = (which // blocks).to(tl.int64)
@@ -82,10 +82,11 @@ def _append_kv_kernel(k_ptr, v_ptr, mean_ptr, balance_ptr, k_codes_ptr, k_scale_
 def launch_append_kv(
     k, v, k_mean, k_codes, k_scale, v_codes, v_scale, *, position, start: int, ring: bool, k_balance=None
 ) -> None:
-    """One launch on k's device and current stream. Arguments as `append_kv`, checked, k not empty.
+    """Launch `sage_kernels.append_kv` on k's device and current stream.
 
-    Args:
-        position: integer tensor [] on the device, or None: `start` holds.
+    Arguments are checked, and k is not empty.
+
+    position: the first new token's position, an integer tensor [] on the device; None: `start` is used.
     """
     batch, heads, number, head_dim = k.shape
     k, v = (x if x.stride(3) == 1 or head_dim == 1 else x.contiguous() for x in (k, v))

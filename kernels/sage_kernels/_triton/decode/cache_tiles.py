@@ -1,12 +1,12 @@
-"""Key tiles of the INT8 cache: where their tokens lie, codes and scales as they are read, codes of V as fp16."""
+"""Load key tiles of the INT8 KV cache: codes, scales, and V's codes converted to fp16."""
 
 import triton
 import triton.language as tl
 
 
-# Two words of 16 bits, each the codes of an even and an odd channel of one value -> two fp16 numbers of the even and
-# two of the odd channel. The byte c + 128 of a code c is the low byte of the fp16 number 1152 + c: 5 instructions for
-# 4 numbers, where conversion instructions run at a quarter of the rate.
+# Two 16-bit words, each with the codes of an even and an odd channel of one value, become two fp16 numbers of the
+# even channel and two of the odd one. For a code c, the byte c + 128 is the low byte of the fp16 number 1152 + c: that
+# takes 5 instructions for 4 numbers, where conversion instructions run at a quarter of the rate.
 _TO_FP16 = tl.constexpr("""{
     .reg .b32 bytes, offset;
     mov.b32 offset, 0x64806480;
@@ -21,7 +21,7 @@ _TO_FP16 = tl.constexpr("""{
 @triton.jit
 def _load_tile(base, slots, stride, inside, WORDS: tl.constexpr, USED: tl.constexpr, MASKED: tl.constexpr,
                EVICTION: tl.constexpr):  # fmt: skip
-    """Words [BLOCK_N, WORDS] of the tokens in `slots`; only the first USED of a token are read."""
+    """Load words [BLOCK_N, WORDS] of the tokens in `slots`; only the first USED words of a token exist."""
     words = tl.arange(0, WORDS)[None, :]
     pointers = base + (slots * stride)[:, None] + words
     if MASKED:
@@ -35,7 +35,7 @@ def _load_tile(base, slots, stride, inside, WORDS: tl.constexpr, USED: tl.conste
 
 @triton.jit
 def as_fp16(words, ASM: tl.constexpr):
-    """int16 words of two codes as two fp16 tiles, even and odd channels; exact."""
+    """Convert int16 words of two codes each to two fp16 tiles, of even and odd channels; exact."""
     if ASM:
         even, odd = tl.inline_asm_elementwise(
             _TO_FP16, "=&r,=&r,r", [words], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
@@ -48,7 +48,7 @@ def as_fp16(words, ASM: tl.constexpr):
 
 @triton.jit
 def _slots(tile, first_slot, capacity, BLOCK_N: tl.constexpr, RING: tl.constexpr):
-    """Where the tokens of a key tile lie: (a slot int64, the tokens counted from there [BLOCK_N])."""
+    """Return the cache slots of a key tile: a first slot (int64), and offsets from it [BLOCK_N]."""
     offs_n = tl.arange(0, BLOCK_N)
     if RING:
         slots = (tile * BLOCK_N + offs_n).to(tl.int64) + first_slot
@@ -62,7 +62,7 @@ def _slots(tile, first_slot, capacity, BLOCK_N: tl.constexpr, RING: tl.constexpr
 def load_codes(tile, n_keys, first_slot, capacity, k_base, v_base, stride_kn, stride_vn, HEAD_DIM: tl.constexpr,
                 WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, RING: tl.constexpr, MASKED: tl.constexpr,
                 EVICTION: tl.constexpr):  # fmt: skip
-    """Of a key tile, the codes of K [BLOCK_N, WIDTH] int8 and the words of V [BLOCK_N, WIDTH / 2] int16."""
+    """Load a key tile: codes of K [BLOCK_N, WIDTH] int8, and words of V [BLOCK_N, WIDTH / 2] int16."""
     inside = tile * BLOCK_N + tl.arange(0, BLOCK_N) < n_keys
     first, slots = _slots(tile, first_slot, capacity, BLOCK_N, RING)
     k_base += first * stride_kn
@@ -75,7 +75,7 @@ def load_codes(tile, n_keys, first_slot, capacity, k_base, v_base, stride_kn, st
 @triton.jit
 def load_scales(tile, n_keys, first_slot, capacity, k_scales, v_scales, stride_ksn, stride_vsn,
                  BLOCK_N: tl.constexpr, RING: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
-    """Of a key tile, the scales of K and of V, bf16 [BLOCK_N] each."""
+    """Load the scales of K and V of a key tile, bf16 [BLOCK_N] each."""
     first, slots = _slots(tile, first_slot, capacity, BLOCK_N, RING)
     k_scales += first * stride_ksn
     v_scales += first * stride_vsn

@@ -1,4 +1,4 @@
-"""The combine step of a decode call whose keys are split: one output row from those of its splits."""
+"""Combine step of decode attention: merge the outputs of all splits of the keys into one row."""
 
 import triton
 import triton.language as tl
@@ -13,7 +13,10 @@ _LN_2 = tl.constexpr(0.6931471805599453)
 def _combine_kernel(partial_ptr, partial_lse_ptr, out_ptr, lse_ptr, splits, all_rows, HEAD_DIM: tl.constexpr,
                     WIDTH: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
                     RETURN_LSE: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
-    """One program: BLOCK_D channels of one row's splits, in their order, so the sum is the same every time."""
+    """Merge BLOCK_D channels of one row over its splits, in a fixed order, so that results repeat.
+
+    Grid: rows × parts of the channels.
+    """
     if OVERLAP:
         gdc_wait()
     parts: tl.constexpr = WIDTH // BLOCK_D

@@ -1,12 +1,14 @@
-"""Attention of few queries over an INT8 KV cache, split over the keys, with a combine step.
+"""Decode attention: few queries over an INT8 KV cache, with the keys split over programs.
 
-Reading the cache is the work; the instructions beside it have to fit into the time that takes. The heads of a group
-share one tile of rows, and the rows are the narrow side of the tensor cores' products (8, not 16).
+The time is that of reading the cache, so all instructions must fit into it. The query heads of a group share one tile
+of rows, and these rows are the narrow side of the tensor cores' products (8, not 16).
 
-Scores: Q is two INT8 codes a channel (15 bits), K is never converted, and the cache's rounding is all the error there
-is. The second integer product costs 16 matrix instructions for 64 keys of 128 channels; converting K would cost 320.
-Values: INT8 is exact in fp16. A value's scale is part of the exponent, so what fp16 has to hold is the product of
-probability and value relative to the largest of its tile, whatever the scores and the values are by themselves.
+Scores: each channel of Q is written as two INT8 codes (15 bits), and K's codes are used as they are. So the only error
+is the cache's own rounding. The second integer product costs 16 matrix instructions for 64 keys at head_dim 128;
+converting K would cost 320 instructions.
+
+Values: an INT8 code is exact in fp16. A value's scale is added to the softmax exponent. So fp16 has to hold only the
+product of probability and scale relative to the largest of its tile, however large scores and values are.
 """
 
 import triton
@@ -14,21 +16,23 @@ import triton.language as tl
 
 from ...facts.numerics import LOG2_E
 from ..compat import gdc_launch_dependents
-from ..masks import load_bias
-from ..primitives import AMAX_FLOOR, INT8_MAX, nan_unless_finite, round_to_int
+from ..primitives import AMAX_FLOOR, INT8_MAX, load_bias, nan_unless_finite, round_to_int
 from .cache_tiles import as_fp16, load_codes, load_scales
 
 
 _LN_2 = tl.constexpr(0.6931471805599453)
 _LOG2_E = tl.constexpr(LOG2_E)
-_LOW_STEPS = tl.constexpr(254.0)  # steps of a query's second code in one of its first; see reference/decode.py
+_LOW_STEPS = tl.constexpr(254.0)  # steps of the low code in one step of the high code; see reference/decode.py
 _LOW_STEPS_INT = tl.constexpr(254)
 _TWO_LOG2_E = tl.constexpr(2.8853900817779268)
 
 
 @triton.jit
 def _quantize_queries(q):
-    """Rows q [BLOCK_M, WIDTH] fp32 as scale · (high + low / 254): two INT8 tiles and scales [BLOCK_M]."""
+    """Write fp32 rows q [BLOCK_M, WIDTH] as scale · (high + low / 254).
+
+    Returns: high and low, INT8 [BLOCK_M, WIDTH], and scale [BLOCK_M].
+    """
     amax = tl.maximum(tl.max(tl.abs(q), 1), AMAX_FLOOR)
     ratio = q * tl.div_rn(amax * 0.0 + INT8_MAX, amax)[:, None]
     high = round_to_int(ratio)
@@ -42,10 +46,12 @@ def _step(tile, n_keys, k, v, k_scale, v_scale, high, low, row_scale, shift, pos
           left, right, softcap, even, odd, top, total, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
           MASK: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
           SOFTCAP: tl.constexpr, ASM: tl.constexpr):  # fmt: skip
-    """One tile of keys of the online softmax, whose reference `top` is that of probability times value scale.
+    """Add one key tile to the online softmax; return the new even, odd, top and total.
 
-    Tiles are [keys, rows] and [channels, rows]: the tensor cores' narrow side is then 8, not 16. `total` is such a
-    tile, too: its sum over the keys, which all warps share, is taken once, after the last tile.
+    Tiles are [keys, rows] and [channels, rows]: so the tensor cores' narrow side is 8, not 16.
+    top: maximum so far of score + log2(value scale), base 2, [rows].
+    total: softmax sum so far, [keys, rows]. It is summed over the keys once, after the last tile, because that sum
+    goes across warps.
     """
     keys = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = keys < n_keys
@@ -80,7 +86,7 @@ def _step(tile, n_keys, k, v, k_scale, v_scale, high, low, row_scale, shift, pos
 
     tile_top = tl.max(x, 0)
     reference = tile_top
-    if MASKED:  # a row that sees nothing of the tile has a max of -inf: no difference may be taken from that
+    if MASKED:  # a row that sees no key of the tile has a maximum of -inf, and -inf - -inf is NaN
         reference = tl.where(tile_top == float("-inf"), 0.0, tile_top)
     e = tl.exp2(x - reference[None, :])
     share = e * (1.0 / v_scale)[:, None]
@@ -98,7 +104,7 @@ def _step(tile, n_keys, k, v, k_scale, v_scale, high, low, row_scale, shift, pos
     return even, odd, new_top, total
 
 
-# Lengths change with every token: none of them may make a new kernel.
+# Lengths change with every token: no kernel may be compiled for one of them.
 _VARYING = ["seq_q", "capacity", "left", "right", "row_tiles", "stride_ksb", "stride_ksh", "stride_vsb", "stride_vsh",
             "stride_mb", "stride_mh", "stride_mq", "splits", "all_rows"]  # fmt: skip
 
@@ -117,19 +123,20 @@ def _decode_attention_kernel(
     HAS_SINKS: tl.constexpr, RING: tl.constexpr, PARTIAL: tl.constexpr, RETURN_LSE: tl.constexpr, ASM: tl.constexpr,
     EVICTION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """One program: up to BLOCK_M rows (query, head) of one key/value head, and one split of its keys.
+    """Attend up to BLOCK_M rows (query, head) of one key/value head to one split of its keys.
 
-    PARTIAL: out [splits, B, S_q, H, D] and lse [splits, B, S_q, H], both fp32, base 2, for the combine step. OVERLAP:
-    that is launched when all programs have seen their keys, and then waits for what they write.
+    PARTIAL: write out [splits, B, S_q, H, D] and lse [splits, B, S_q, H], both fp32, lse base 2, for the combine step.
+    OVERLAP: let the combine step's programs start when all programs here are through with their keys; they wait until
+    the results are written.
     """
     which = tl.program_id(0)
     row_tile = which * 0
-    if row_tiles > 1:  # programs that read the same keys follow one another
+    if row_tiles > 1:  # programs that read the same keys are neighbours, for L2
         row_tile = which % row_tiles
         which = which // row_tiles
     split = which % splits
     head = which // splits
-    # counted in 32 bits, which saves registers over the loop; what they make with strides needs 64
+    # 32 bits save registers during the loop; their products with strides need 64
     sample, kv_head = head // kv_heads, head % kv_heads
     b, h_kv = sample.to(tl.int64), kv_head.to(tl.int64)
     rows = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -138,7 +145,7 @@ def _decode_attention_kernel(
     h = kv_head * GROUP + rows % GROUP
     channels = tl.arange(0, WIDTH)
 
-    # the tokens there are, and where the rows stand among them
+    # how many tokens there are, and the rows' positions among them
     seen = tl.full([], 0, tl.int64) + capacity
     if HAS_LENGTHS:
         seen = tl.maximum(tl.load(lengths_ptr + b * stride_length).to(tl.int64), 0)
@@ -147,7 +154,7 @@ def _decode_attention_kernel(
     offset = n_keys - seq_q
     positions = offset + s
 
-    # key tiles: those that some row sees, of them those that all rows see wholly, and this split's share of both
+    # key tiles: begin to end are visible to some row, full_begin to full_end fully to all; then this split's share
     first_s = row_tile * BLOCK_M // GROUP
     last_s = tl.minimum(row_tile * BLOCK_M + BLOCK_M - 1, seq_q * GROUP - 1) // GROUP
     begin = 0
@@ -198,7 +205,7 @@ def _decode_attention_kernel(
             full_begin, n_keys, first_slot, capacity, k_scales, v_scales, stride_ksn, stride_vsn, BLOCK_N, RING, False
         )
         for tile in tl.range(full_begin, full_end, num_stages=STAGES):
-            # a tile ahead by hand: Triton orders ahead what products read, and none reads the scales
+            # loaded one tile ahead by hand: Triton's pipeliner only does so for operands of products
             next_k_scale, next_v_scale = load_scales(
                 tl.minimum(tile + 1, full_end - 1), n_keys, first_slot, capacity, k_scales, v_scales, stride_ksn,
                 stride_vsn, BLOCK_N, RING, False,
@@ -213,7 +220,7 @@ def _decode_attention_kernel(
                 HAS_RIGHT, SOFTCAP, ASM,
             )  # fmt: skip
             k_scale, v_scale = next_k_scale, next_v_scale
-    # few tiles without a mask: looking ahead there would only take registers from the loop above
+    # without a mask only few tiles come here: a pipeline would only take registers from the loop above
     edge_stages: tl.constexpr = STAGES if MASK != "none" else 1
     for i in tl.range(0, tl.maximum(end - begin, 0) - (full_end - full_begin), num_stages=edge_stages):
         tile = begin + i
@@ -237,7 +244,7 @@ def _decode_attention_kernel(
     acc = tl.reshape(tl.permute(tl.join(even, odd), (1, 0, 2)), (BLOCK_M, WIDTH))
     if SOFTCAP:
         shift = shift * 0.0  # the capped scores are the true ones
-    if HAS_SINKS:  # in one split's sum
+    if HAS_SINKS:  # counted in the first split only
         sink = tl.load(sinks_ptr + h, mask=is_row & (split == 0), other=float("-inf")) * _LOG2_E - shift
         new_top = tl.maximum(top, sink)
         safe = tl.where(new_top == float("-inf"), 0.0, new_top)
@@ -248,7 +255,7 @@ def _decode_attention_kernel(
     out = tl.where(((total == 0.0) & (top == float("-inf")))[:, None], 0.0, acc / total[:, None])
     lse = top + tl.log2(total) + shift
     if not RING:
-        overflow = seen > capacity  # tokens that had no room: no number is right
+        overflow = seen > capacity  # some tokens had no room in the cache: every result would be wrong
         out = tl.where(overflow, float("nan"), out)
         lse = tl.where(overflow, float("nan"), lse)
     batch_rows = ((sample * seq_q + s) * (kv_heads * GROUP) + h).to(tl.int64)  # contiguous [B, S_q, H]

@@ -1,20 +1,22 @@
-"""How attention over the INT8 cache is launched: tile and splits, the kernel, and the combine step."""
+"""Launch decode attention over the INT8 KV cache: tile, splits, kernel and combine step."""
 
 import torch
 
 from ...facts.masking import UNLIMITED, Masking
 from ...facts.numerics import LOG2_E
 from ..compat import PROGRAMMATIC
-from ..launch import buffer, launch
-from ..masks import as_loadable, broadcast_strides
-from ..primitives import head_width
+from ..launch import buffer, capability_of, launch
+from ..primitives import as_loadable, broadcast_strides, head_width
 from .combine import _combine_kernel
 from .kernel import _decode_attention_kernel
-from .tiles import DecodeTile, choose_splits, decode_capability, decode_tile, programs_at_once
+from .tiles import DecodeTile, choose_splits, decode_tile, programs_at_once
 
 
 def _words(codes: torch.Tensor) -> torch.Tensor:
-    """Codes [B, H_kv, S, D], D even, as 16-bit words [B, H_kv, S, D / 2]; a copy only of layouts append_kv has not."""
+    """View codes [B, H_kv, S, D], D even, as int16 words [B, H_kv, S, D / 2].
+
+    Copies only odd layouts, which `append_kv` never makes.
+    """
     strides = codes.stride()
     if strides[3] != 1 or codes.storage_offset() % 2 or any(stride % 2 for stride in strides[:3]):
         codes = codes.contiguous()
@@ -22,14 +24,18 @@ def _words(codes: torch.Tensor) -> torch.Tensor:
 
 
 def cut_decode(q_shape, kv_heads: int, capacity: int, left: int, device, tile: DecodeTile | None = None):
-    """How a call is cut: (tile, tiles of rows, parts of the keys).
+    """Choose how a call is divided: (tile, number of row tiles, number of splits of the keys).
 
-    Args: q_shape: [B, S_q, H, D]. capacity: tokens of the cache. left: of the Masking. tile: overrides the choice.
+    Args:
+        q_shape: [B, S_q, H, D].
+        capacity: tokens that the cache has room for.
+        left: sliding window, as in Masking.
+        tile: overrides the choice.
     """
     batch, seq_q, heads, head_dim = q_shape
     rows = seq_q * (heads // kv_heads)
-    tile = tile or decode_tile(head_dim, rows, batch * kv_heads * capacity, decode_capability(device))
-    row_tiles = -(-rows // tile.block_m)  # triton.cdiv takes two microseconds on the host
+    tile = tile or decode_tile(head_dim, rows, batch * kv_heads * capacity, capability_of(device))
+    row_tiles = -(-rows // tile.block_m)  # not triton.cdiv, which takes two microseconds on the host
     reach = capacity if left == UNLIMITED else min(capacity, left + seq_q + tile.block_n)
     programs = batch * kv_heads * row_tiles
     return tile, row_tiles, choose_splits(programs, -(-reach // tile.block_n), programs_at_once(device, tile))
@@ -41,7 +47,7 @@ def launch_decode_attention(
 ):  # fmt: skip
     """Launch the kernel, and the combine step if the keys are split, on q's device and current stream.
 
-    Arguments as `ref_decode_attention`, checked; nothing is empty.
+    Arguments are those of `ref_decode_attention`, checked and not empty.
 
     Args:
         splits, tile: override the choice (tests, benchmarks).
@@ -49,7 +55,7 @@ def launch_decode_attention(
     """
     batch, seq_q, heads, head_dim = q.shape
     kv_heads, capacity = k_codes.shape[1], k_codes.shape[2]
-    if head_dim % 2:  # no model's: a channel of zeros makes whole words
+    if head_dim % 2:  # no model has that; a channel of zeros fills the last word
         q, k_codes, v_codes = (torch.nn.functional.pad(x, (0, 1)) for x in (q, k_codes, v_codes))
         k_mean = None if k_mean is None else torch.nn.functional.pad(k_mean, (0, 1))
         k_balance = None if k_balance is None else torch.nn.functional.pad(k_balance, (0, 1), value=1.0)
@@ -72,7 +78,7 @@ def launch_decode_attention(
     mask, kind = masking.mask, "none"
     if mask is not None:
         kind = "keys" if masking.by_key else "rows"
-    capability = decode_capability(q.device)
+    capability = capability_of(q.device)
     overlap = splits > 1 and capability >= 90 and PROGRAMMATIC
     none = k_scale  # never read where a pointer does not apply
     tensors = (

@@ -1,4 +1,4 @@
-"""Q and K made ready for attention in 16 bit: norm of each head, rotary embedding, text and image side by side.
+"""Q and K before attention in 16 bit: norm of each head, rotary embedding, joining of text and image.
 
-May import the ground floor, `_triton`'s own files and `launch`; nothing of attention.
+May import `sage_kernels.facts`, `_triton`'s own files and `launch`; nothing of attention.
 """

@@ -1,4 +1,7 @@
-"""RMSNorm of each head, rotary embedding, and the place in the joint sequence, of Q and K in one pass over memory."""
+"""RMSNorm and rotary embedding of the heads of Q and K, in one pass over memory.
+
+Parts of a joint sequence (text and image) are written to their places in one result.
+"""
 
 import torch
 import triton
@@ -7,12 +10,15 @@ import triton.language as tl
 from ..launch import buffer, launch
 
 
-_TOKENS, _HEADS = 4, 8  # of a program: a token's angles are read once for so many heads
+_TOKENS, _HEADS = 4, 8  # of a program: a token's angles are read once for _HEADS heads
 
 
 @triton.jit
 def _load_pairs(ptr, inside, PAIRS: tl.constexpr, HALF: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """The two channels of each rotated pair, [TOKENS, HEADS, HALF] fp32 each, from rows at ptr [TOKENS, HEADS, 1]."""
+    """Load both channels of each rotated pair as two fp32 tensors [TOKENS, HEADS, HALF].
+
+    ptr: addresses of rows, [TOKENS, HEADS, 1].
+    """
     if PAIRS:  # channels 2i and 2i + 1
         channel = tl.arange(0, 2 * HALF)[None, None, :]
         x = tl.load(ptr + channel, mask=inside & (channel < HEAD_DIM), other=0.0).to(tl.float32)
@@ -50,7 +56,10 @@ def _qk_norm_rope_kernel(
     HEAD_DIM: tl.constexpr, HALF: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr,
     NORM: tl.constexpr, HAS_WEIGHT: tl.constexpr, ROTARY: tl.constexpr, HALF_TABLE: tl.constexpr,
 ):  # fmt: skip
-    """Tokens [first, first + tokens) of the result. Grid: samples × tiles of tokens × groups of heads, Q's first."""
+    """Write tokens [first, first + tokens) of the result.
+
+    Grid: samples × tiles of tokens × groups of heads; groups of Q's heads come before those of K's.
+    """
     program = tl.program_id(0)
     group, tile = program % groups, program // groups
     tiles = tl.cdiv(tokens, TOKENS)
@@ -83,7 +92,7 @@ def _qk_norm_rope_kernel(
     if ROTARY:
         row = (table_first + token).to(tl.int64)[:, None]
         known = (token < tokens)[:, None] & is_pair[None, :]
-        if HALF_TABLE:  # one angle a pair
+        if HALF_TABLE:  # the table has one angle for each pair
             at = pair
             second = pair
         cos = cos_ptr + row * stride_ct
@@ -100,7 +109,7 @@ def _qk_norm_rope_kernel(
 
 
 def launch_qk_norm_rope(q, k, q_weight, k_weight, norm, eps, cos, sin, pairs):
-    """See `sage_kernels.qk_norm_rope`; one launch for each part of the sequence."""
+    """Launch `sage_kernels.qk_norm_rope`, once for each part of the sequence."""
     batch, _, q_heads, head_dim = q[0].shape
     k_heads, total = k[0].shape[2], sum(x.shape[1] for x in q)
     q_out = buffer(batch, total, q_heads, head_dim, dtype=q[0].dtype, device=q[0].device, returned=True)

@@ -1,24 +1,24 @@
-"""How kernels are launched: by Triton, sooner where they were before, and whole calls once more with other addresses.
+"""Launches of kernels: single ones, replays of whole calls, and compiles ahead of the first launch.
 
-May import `_triton/compat` and torch. All that the other rooms and the ops use of it:
-    launch(kernel, programs, *arguments, **constants)   one launch on the current stream
-    buffer(*shape, device=)                             memory that launches of one call hand on, or return
-    processors_of(device)                               how many SMs a GPU has
-    record(call, given, numbers)                        make a call; a Replay that makes it again, if that can be
-    Replay(given, numbers)                              the call again, with other tensors and numbers
-    compile_ahead(calls)                                start to compile what calls will launch
-    compiled_together(call)                             make a call whose kernels are compiled side by side
+May import `_triton/compat` and torch. The other rooms and the ops use:
+    launch(kernel, programs, *arguments, **constants)   launch a kernel on the current stream
+    buffer(*shape, device=)                             allocate memory for intermediate or returned tensors of a call
+    processors_of(device), capability_of(device)        number of SMs, compute capability
+    record(call, given, numbers)                        make a call, and return a Replay of it if possible
+    Replay(given, numbers)                              run the call again with other tensors and numbers
+    compile_ahead(calls)                                start to compile the kernels that calls will launch
+    compiled_together(call)                             make a call; its kernels are compiled in parallel
 
-Three ways to the driver, each tried where the one above it can't be taken, all with the same launches:
-    direct.py     of a Replay: the driver's own function, arguments written once, addresses put in place
-    replay.py     of a Replay: the compiled kernel's own launcher
-    launcher.py   of a first call: the compiled kernel's launcher where Triton launched the like before, else Triton
-recording.py is what a thread writes down of the call that it is making. What each brings to whole models is measured
-by kernels/benchmarks/bench_launch_layers.py.
+There are three ways to launch, fastest first. Each falls back to the next, with the same kernels and arguments:
+    direct.py     for a Replay: the CUDA driver's function; arguments stay in place, only addresses are replaced
+    replay.py     for a Replay: the launcher that Triton built for the compiled kernel
+    launcher.py   for a first call: that same launcher if an equal launch was made before, else Triton's kernel[grid]
+recording.py has the tape on which a thread notes the launches of a call. What each way saves in whole models is
+measured by kernels/benchmarks/bench_launch_layers.py.
 """
 
 from .ahead import Compiling, compile_ahead, compiled_together
-from .launcher import launch, processors_of
+from .launcher import capability_of, launch, processors_of
 from .recording import buffer
 from .replay import Replay, record
 
@@ -27,6 +27,7 @@ __all__ = [
     "Compiling",
     "Replay",
     "buffer",
+    "capability_of",
     "compile_ahead",
     "compiled_together",
     "launch",

@@ -1,13 +1,17 @@
-"""Kernels compiled before a launch waits for them, side by side in threads.
+"""Compile kernels in background threads, several at a time, before a launch needs them.
 
-A compile takes seconds, and nearly all of them pass in the compiler's passes and in ptxas, where Python's lock is not
-held: threads are enough, and what they compile is there for this process and in Triton's cache on the disk. Before
-that the kernel's source is read, all of it in Python. Kernels that were read side by side would share Python's lock,
-and the first ones, which are waited for, would take as long as all of them: so they are read one after the other.
-Which kernels a call needs is found by making the call with launches that only write down what they are handed
-(`collect`).
+    compile_ahead(calls)       ──>  collect: run the calls, note launches instead of making them, a Job for each kernel
+                                    _start: drop the Jobs of kernels compiled before, start threads for the rest
+    compiled_together(call)    ──>  the op runs; its first launch without a compiled kernel calls before_compile,
+                                    which starts Jobs for all other kernels of the call
+    launch (launcher.py)       ──>  before_compile: wait for the Job of its kernel, or run it at once if it waits
 
-A compile that fails is no error here: the launch that needs the kernel compiles it again, and raises.
+A compile takes seconds. Nearly all of that is spent in compiler passes and ptxas, without the GIL: so threads are
+enough. The result is then in this process and in Triton's disk cache. A compile begins by parsing the kernel's source
+in Python, with the GIL. If several threads parsed at a time, the first kernel, which a launch waits for, would take as
+long as all of them: so one thread parses at a time (`_ParsingTurn`).
+
+A failed compile raises nothing here: the launch that needs the kernel compiles it again, and raises then.
 """
 
 import contextlib
@@ -23,21 +27,29 @@ from .prebuilt import offer
 from .recording import Tape, recording
 
 
-class _Turn:
-    """The turn to read a kernel, of one thread at a time. Given back once, by the thread that took it."""
+class _ParsingTurn:
+    """The right to parse a kernel's source, held by one thread at a time from creation until `give_back`."""
 
     def __init__(self):
-        self._lock, self._is_mine = _reading, True
+        self._lock, self._is_mine = _parsing, True
         self._lock.acquire()
 
     def give_back(self) -> None:
+        """Let the next thread parse. Calling it again has no effect."""
         if self._is_mine:
             self._is_mine = False
             self._lock.release()
 
 
 class Job:
-    """One kernel to compile. error: what its compile raised. cached: whether it was on the disk; None: can't tell."""
+    """One kernel to compile.
+
+    Attributes:
+        kind: its key, from `kind_of`.
+        finished: an event, set when the compile has ended or was given up.
+        error: the exception of the compile, or None.
+        cached: True if Triton's disk cache had the kernel; None if unknown.
+    """
 
     def __init__(self, kind: tuple, kernel, arguments, constants: dict):
         self.kind, self.kernel, self.constants, self.device = kind, kernel, constants, kind[1]
@@ -48,21 +60,25 @@ class Job:
 
     @property
     def name(self) -> str:
+        """Name of the kernel's function."""
         return self.kernel.__name__
 
-    def run(self, turn: _Turn | None = None) -> None:
-        """Compile it in this thread, which has its turn or waits for it. Raises nothing."""
-        turn = turn or _Turn()
+    def run(self, turn: _ParsingTurn | None = None) -> None:
+        """Compile the kernel in this thread; errors go to `error`.
+
+        turn: the right to parse, if the thread has it already; None: wait for it.
+        """
+        turn = turn or _ParsingTurn()
         try:
             with (
-                _on(self.device),
-                compat.told_of_cache_hits() as hits,
-                compat.told_when_read(self.kernel, turn.give_back),
+                _on_device(self.device),
+                compat.collect_cache_hits() as hits,
+                compat.call_when_parsed(self.kernel, turn.give_back),
             ):
                 offer(self.kernel)
                 compat.build_launcher(self.kernel.warmup(*self.arguments, grid=(1,), **self.constants))
             self.cached = all(hits) if hits else None
-        except Exception as error:  # whatever it is: the launch meets it again, and raises it
+        except Exception as error:  # the launch that needs the kernel meets it again, and raises
             self.error = error
         finally:
             turn.give_back()
@@ -75,13 +91,18 @@ class Job:
 
 
 class Compiling:
-    """Compiles that were started. jobs: those that are not done; known: kinds of launches that needed none."""
+    """Compiles started by `compile_ahead`.
+
+    Attributes:
+        jobs: compiles started now or already under way.
+        known: kinds of launches whose kernels were compiled before.
+    """
 
     def __init__(self, jobs: list[Job], known: set[tuple]):
         self.jobs, self.known = jobs, known
 
     def wait(self) -> None:
-        """Until all are done. Raises: the first error among them."""
+        """Wait until all jobs have ended. Raises: the first error among them."""
         for job in self.jobs:
             job.finished.wait()
         errors = [job.error for job in self.jobs if job.error is not None]
@@ -90,28 +111,28 @@ class Compiling:
 
 
 _KINDS_LIMIT = 4096
-_known: set[tuple] = set()  # kinds of launches whose kernels this process has
+_known: set[tuple] = set()  # kinds of launches whose kernels this process has compiled
 
 
-def _forget() -> None:
-    """In a process that was forked, the threads and what they were at are not there."""
-    global _lock, _reading
-    _lock, _reading = threading.Lock(), threading.Lock()  # _lock: of all that is below
+def _reset_after_fork() -> None:
+    """Start with new locks and no jobs: a forked process has no threads of its parent."""
+    global _lock, _parsing
+    _lock, _parsing = threading.Lock(), threading.Lock()  # _lock: of the collections here; _parsing: of `_ParsingTurn`
     _under_way.clear()
     _waiting.clear()
     _workers.clear()
 
 
-_under_way: dict[tuple, Job] = {}  # kind → its job, until it is done
-_waiting: deque[Job] = deque()
+_under_way: dict[tuple, Job] = {}  # kind → job that waits or runs
+_waiting: deque[Job] = deque()  # jobs that no thread has begun
 _workers: set[threading.Thread] = set()
-_forget()
+_reset_after_fork()
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget)
+    os.register_at_fork(after_in_child=_reset_after_fork)
 
 
 class _Collector(Tape):
-    """A tape whose launches launch nothing. found: kind → (kernel, arguments, constants)."""
+    """A tape that keeps `launch` from launching. found: kind → (kernel, arguments, constants)."""
 
     def __init__(self):
         super().__init__()
@@ -119,15 +140,21 @@ class _Collector(Tape):
 
 
 def kind_of(key: tuple) -> tuple:
-    """What a kernel is compiled for, of the key of a launch: integers are 1, multiples of 16, or any."""
+    """Reduce the key of a launch to the parts that decide the compiled code.
+
+    Of integers only two things matter: being 1, and being a multiple of 16.
+    """
     kernel, device, *rest = key
     return (kernel, device, *(("int", x == 1, x % 16 == 0) if type(x) is int else x for x in rest))
 
 
 def collect(calls) -> dict[tuple, Job]:
-    """The kernels that these calls (functions of no arguments) would launch; nothing is launched.
+    """Return a Job, by kind, for each kernel that these calls would launch. Nothing is launched.
 
-    In the order of the calls, but of each its last kernel first: that of attention, which compiles longest.
+    Jobs follow the order of the calls. Within a call the last kernel comes first: it is the attention kernel, which
+    takes longest to compile.
+
+    calls: functions without arguments.
     """
     before, jobs = getattr(recording, "tape", None), {}
     try:
@@ -142,12 +169,15 @@ def collect(calls) -> dict[tuple, Job]:
 
 
 def compile_ahead(calls) -> Compiling:
-    """Start to compile what these calls will launch and this process has not compiled; the first ones first."""
+    """Start to compile the kernels these calls will launch, in order, except those already compiled.
+
+    calls: functions without arguments, run with launches that only note their arguments. Returns at once.
+    """
     return _start(collect(calls))
 
 
 def compiled_together(call):
-    """What the op's call returns; kernels it launches are compiled side by side where they are not yet."""
+    """Make an op's call and return its result; kernels still to be compiled are compiled in parallel."""
     before, recording.call = getattr(recording, "call", None), call
     try:
         return call()
@@ -156,7 +186,12 @@ def compiled_together(call):
 
 
 def before_compile(kind: tuple) -> None:
-    """A launch is about to be left to Triton: wait for its kernel, or start the others of its call beside it."""
+    """Prepare a launch through Triton: wait for its kernel's job, or compile the call's other kernels.
+
+    If a job for the kernel is running, wait for it; if it has not begun, run it in this thread. If there is no job and
+    the kernel is new, start jobs for the other kernels of the current call (`compiled_together`); the launch itself
+    compiles its own.
+    """
     job = _under_way.get(kind)
     if job is not None:
         with _lock:
@@ -173,7 +208,7 @@ def before_compile(kind: tuple) -> None:
             return
         if len(_known) >= _KINDS_LIMIT:
             _known.clear()
-        _known.add(kind)  # the launch that asks compiles it
+        _known.add(kind)  # by the launch that called
     call = getattr(recording, "call", None)
     if call is not None and not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
         _start(collect([call]))
@@ -195,10 +230,10 @@ def _start(jobs: dict[tuple, Job]) -> Compiling:
 
 
 def _work() -> None:
-    """Compile what waits, one after the other. At the interpreter's exit, what is waiting is left."""
+    """Run waiting jobs until none is left: the body of a thread. Gives jobs up at exit of the program."""
     try:
         while True:
-            turn = _Turn()
+            turn = _ParsingTurn()
             with _lock:
                 job = _waiting.popleft() if _waiting else None
                 if job is None:
@@ -219,13 +254,13 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _on(device: int):
-    """The device that a thread compiles for: its current one."""
+def _on_device(device: int):
+    """Make a device the current one, which is the one Triton compiles for."""
     return torch.cuda.device(device) if torch.cuda.is_available() else contextlib.nullcontext()
 
 
 def _stand_in(x):
-    """What a kernel is compiled for by: a tensor's type and alignment, without its memory."""
+    """Return a small tensor (or descriptor) of the same dtype, so that a waiting job keeps no memory."""
     if isinstance(x, torch.Tensor):
         return x.new_empty(16)
     if hasattr(x, "block_shape"):

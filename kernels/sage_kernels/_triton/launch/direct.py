@@ -1,12 +1,12 @@
-"""Launches through the CUDA driver itself, for kernels that Triton has compiled and launched before.
+"""Launches through the CUDA driver, without Triton's launcher, for kernels launched before.
 
-For every launch Triton's launcher reads forty to sixty arguments from Python and describes tensors to the copy engine
-anew. In a call that is made again nearly all of them are what they were: here they are written down once, as the
-kernel gets them, and an address or a number is put in place.
+For every launch Triton's launcher converts forty to sixty Python arguments and encodes tensor descriptors for the copy
+engine. In a replay nearly all of them are unchanged. Here they are stored once, in the binary form that the kernel
+receives, and only addresses and a few numbers are replaced.
 
-What a kernel gets follows from its signature, and is compared with what the driver says of the loaded code
-(cuFuncGetParamInfo). Where that differs, where a launch needs more than a grid (clusters, scratch memory), or where
-the driver is too old, there is no such launch, and Triton's is used.
+The kernel's parameters follow from its signature. They are compared with the loaded code (cuFuncGetParamInfo). If they
+differ, if the launch needs more than a grid (clusters, scratch memory), or if the driver is too old, `NotDirect` is
+raised, and Triton's launcher is used instead.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from ..compat import attribute, cuda_driver, descriptor_types
 
 
 _SUCCESS = 0
-_DESCRIPTION_BYTES = 128  # CUtensorMap
-_DESCRIPTION_ALIGNMENT = 64
-_DESCRIPTIONS_LIMIT = 256  # of one argument of a launch
+_DESCRIPTOR_BYTES = 128  # CUtensorMap
+_DESCRIPTOR_ALIGNMENT = 64
+_DESCRIPTORS_LIMIT = 256  # encoded descriptors kept for one argument
 _L2_PROMOTION_128B = 2
-_PROGRAMMATIC_SERIALIZATION = 6  # of CUlaunchAttributeID: the kernel itself waits for the one before
+_PROGRAMMATIC_SERIALIZATION = 6  # a CUlaunchAttributeID: the kernel itself waits for the previous one
 _OOB_FILL_NONE, _OOB_FILL_NAN = 0, 1
-# Triton's name of a type → how it is stored; pointers and descriptors apart
+# Triton's name of a type → how it is stored; pointers and descriptors are stored in their own way
 _NUMBERS = {
     "i1": ctypes.c_int8, "i8": ctypes.c_int8, "i16": ctypes.c_int16, "i32": ctypes.c_int32, "i64": ctypes.c_int64,
     "u1": ctypes.c_uint8, "u8": ctypes.c_uint8, "u16": ctypes.c_uint16, "u32": ctypes.c_uint32,
@@ -34,13 +34,13 @@ _NUMBERS = {
 
 
 class _Attribute(ctypes.Structure):
-    """CUlaunchAttribute."""
+    """The driver's struct CUlaunchAttribute."""
 
     _fields_ = (("id", ctypes.c_uint32), ("padding", ctypes.c_uint32), ("value", ctypes.c_int32 * 16))
 
 
 class _Config(ctypes.Structure):
-    """CUlaunchConfig."""
+    """The driver's struct CUlaunchConfig."""
 
     _fields_ = (
         ("grid", ctypes.c_uint32 * 3), ("block", ctypes.c_uint32 * 3), ("shared", ctypes.c_uint32),
@@ -49,14 +49,16 @@ class _Config(ctypes.Structure):
 
 
 class NotDirect(Exception):
-    """Triton has to launch this one."""
+    """Raised if a launch can't go to the driver directly; Triton's launcher must make it."""
 
 
 class Parameter(NamedTuple):
-    """One parameter of a compiled kernel. type: Triton's name, "descriptor" for what the copy engine reads.
+    """One parameter of a compiled kernel.
 
-    argument: which argument of the kernel it is, or comes from; -1: none. field, axis: what of a descriptor it is,
-    "shape" or "strides", and of which axis.
+    Attributes:
+        type: Triton's name of the type; "descriptor" for a tensor descriptor of the copy engine.
+        argument: index of the kernel's argument it comes from; -1: none.
+        field, axis: for a number of a descriptor: "shape" or "strides", and the axis.
     """
 
     type: str
@@ -66,16 +68,19 @@ class Parameter(NamedTuple):
 
     @property
     def nbytes(self) -> int:
+        """Size of the parameter."""
         if self.type == "descriptor":
-            return _DESCRIPTION_BYTES
+            return _DESCRIPTOR_BYTES
         return 8 if self.type.startswith("*") else ctypes.sizeof(_NUMBERS[self.type])
 
 
 def parameters_of(compiled) -> list[Parameter] | None:
-    """What the code of a kernel compiled for an NVIDIA GPU gets, in order; None if it needs more than that.
+    """List the parameters of a compiled CUDA kernel in order; None if its launch needs more than these.
 
-    compiled: Triton's CompiledKernel. Its constants are no parameters; a described tensor is a descriptor, then its
-    shape, then its strides; at the end there are two pointers to scratch memory that is not used.
+    Constants are no parameters. A tensor descriptor becomes a descriptor, then its shape, then its strides. At the end
+    there are two pointers to scratch memory, not used by our kernels.
+
+    compiled: Triton's CompiledKernel.
     """
     try:
         metadata, signature = attribute(compiled, "metadata"), attribute(attribute(compiled, "src"), "signature")
@@ -106,15 +111,16 @@ def parameters_of(compiled) -> list[Parameter] | None:
 
 
 class DirectLaunch:
-    """A kernel's launch with the arguments it had before, but for some addresses and numbers.
+    """A launch with stored arguments; only addresses and some integers change from call to call.
 
     Args:
-        compiled: Triton's CompiledKernel, loaded. programs: of the grid.
-        arguments: of the kernel's first parameters; None for a tensor, a descriptor without its tensor.
-        slots: (argument, number of its address) of tensors and descriptors.
-        named: (argument, name of its number) of the integers that may be others.
-        table: ctypes array of 64-bit words, from which the driver reads the addresses of tensors: the caller puts them
-            there, for all launches of a call at once, and lets no other thread do so before the launch.
+        compiled: Triton's CompiledKernel, loaded.
+        programs: size of the grid.
+        arguments: of the kernel, without its constants. None stands for a tensor; a descriptor comes without tensor.
+        slots: pairs (argument, index of its address) of tensors and descriptors.
+        named: pairs (argument, name of its number) of integers that may change.
+        table: ctypes array of 64-bit words from which the driver reads the addresses of tensors. The caller writes
+            them, for all launches of a call at once, and keeps other threads from writing until the launch is made.
         driver: for tests; None: the CUDA driver.
     Raises: NotDirect.
     """
@@ -136,20 +142,20 @@ class DirectLaunch:
             self.config.attributes, self.config.number = ctypes.pointer(self.attribute), 1
         self.config_address = ctypes.addressof(self.config)
         described = iter(getattr(metadata, "tensordesc_meta", None) or ())
-        slot_of, stored, descriptions = dict(slots), {}, {}  # argument → where it is
-        pointers, self.kept = [], [table]  # and the memory that they point to
+        slot_of, stored, descriptors = dict(slots), {}, {}  # slot_of: argument → index of its address
+        pointers, self.kept = [], [table]  # addresses of the parameters, and the memory that they point to
         for parameter in parameters:
             i = parameter.argument
             if parameter.type.startswith("*") and i in slot_of:
                 pointers.append(ctypes.addressof(table) + 8 * slot_of[i])
                 continue
-            kept = self._store(parameter, arguments, described, stored, descriptions)
+            kept = self._store(parameter, arguments, described, stored, descriptors)
             pointers.append(ctypes.addressof(kept))
             self.kept.append(kept)
         self.pointers = (ctypes.c_void_p * len(pointers))(*pointers)
         self.pointers_address = ctypes.addressof(self.pointers)
         places = {x.argument: place for place, x in enumerate(parameters) if x.type == "descriptor"}
-        self.descriptions = [(places[i], descriptions[i], slot_of[i]) for i in descriptions if i in slot_of]
+        self.descriptors = [(places[i], descriptors[i], slot_of[i]) for i in descriptors if i in slot_of]
         self.named = [(stored[i], name) for i, name in named]
 
     def _is_what_was_loaded(self, function: int, parameters: list[Parameter]) -> bool:
@@ -163,13 +169,13 @@ class DirectLaunch:
 
         return [nbytes(i) for i in range(len(parameters) + 1)] == [*(x.nbytes for x in parameters), None]
 
-    def _store(self, parameter: Parameter, arguments, described, stored: dict, descriptions: dict):
-        """Memory of one parameter, with its value if that is known."""
+    def _store(self, parameter: Parameter, arguments, described, stored: dict, descriptors: dict):
+        """Allocate the memory of one parameter, and write its value if that is known."""
         i = parameter.argument
         given = arguments[i] if 0 <= i < len(arguments) else None
         if parameter.type == "descriptor":
             kept = ctypes.c_uint64(0)  # until there is an address
-            descriptions[i] = _Descriptions(self.driver, given, next(described))
+            descriptors[i] = _EncodedDescriptors(self.driver, given, next(described))
         elif parameter.field:
             kept = _NUMBERS[parameter.type](getattr(given, parameter.field)[parameter.axis])
         else:
@@ -178,25 +184,28 @@ class DirectLaunch:
         return kept
 
     def __call__(self, stream: int, addresses: list[int], numbers) -> bool:
-        """Launch it with the addresses that are in the table, too, and these numbers. False: nothing was launched."""
+        """Launch with the addresses in the table. Returns False if nothing was launched.
+
+        addresses: the same ones as in the table, for descriptors. numbers: by name, see `named`.
+        """
         for number, name in self.named:
             if not -(2**31) <= numbers[name] < 2**31:  # ctypes would wrap it around
                 return False
             number.value = numbers[name]
-        for place, descriptions, slot in self.descriptions:
-            description = descriptions.at(addresses[slot])
-            if description is None:
+        for place, descriptors, slot in self.descriptors:
+            encoded = descriptors.at(addresses[slot])
+            if encoded is None:
                 return False
-            self.pointers[place] = description
+            self.pointers[place] = encoded
         if stream != self.stream:
             self.config.stream = self.stream = stream
         return self.launch(self.config_address, self.function, self.pointers_address, None) == _SUCCESS
 
 
-class _Descriptions:
-    """What the copy engine is told of a tensor, as Triton's driver writes it, for each address that came up.
+class _EncodedDescriptors:
+    """Encoded tensor descriptors (CUtensorMap) of one argument, by address, as Triton would encode them.
 
-    They come up again, as PyTorch's allocator gives out the same memory in each step of a model.
+    They are kept because addresses return: PyTorch's allocator hands out the same memory in each step of a model.
     """
 
     def __init__(self, driver, descriptor, metadata):
@@ -217,20 +226,20 @@ class _Descriptions:
         )  # fmt: skip
 
     def at(self, address: int) -> int | None:
-        """Address of the description of the tensor at `address`; None if the driver refuses."""
+        """Return the address of the encoded descriptor for a tensor at `address`; None if the driver refuses."""
         found = self.found.get(address)
         if found is None:
-            found = self._describe(address)
+            found = self._encode(address)
             if found is None:
                 return None
-            if len(self.found) >= _DESCRIPTIONS_LIMIT:
+            if len(self.found) >= _DESCRIPTORS_LIMIT:
                 self.found.clear()
             self.found[address] = found
         return found[0]
 
-    def _describe(self, address: int):
-        room = (ctypes.c_uint8 * (_DESCRIPTION_BYTES + _DESCRIPTION_ALIGNMENT))()
-        start = -(-ctypes.addressof(room) // _DESCRIPTION_ALIGNMENT) * _DESCRIPTION_ALIGNMENT
+    def _encode(self, address: int):
+        room = (ctypes.c_uint8 * (_DESCRIPTOR_BYTES + _DESCRIPTOR_ALIGNMENT))()
+        start = -(-ctypes.addressof(room) // _DESCRIPTOR_ALIGNMENT) * _DESCRIPTOR_ALIGNMENT
         dtype, rank, shape, strides, box, steps, swizzle, fill = self.encoding
         status = self.driver.cuTensorMapEncodeTiled(
             ctypes.c_void_p(start), dtype, rank, ctypes.c_void_p(address), shape, strides, box, steps, 0, swizzle,

@@ -1,4 +1,6 @@
-"""One launch of a Triton kernel, without what Triton would do on the host again for each."""
+"""A faster launch of Triton kernels: equal launches skip Triton's work on the host."""
+
+import functools
 
 import torch
 
@@ -8,22 +10,23 @@ from .prebuilt import offer
 from .recording import recording
 
 
-_READY_LIMIT = 4096  # launches that are remembered
-_ready = {}  # all that decides how a kernel is compiled and its arguments bound → what starts it
+_READY_LIMIT = 4096
+# everything that decides how a kernel is compiled and its arguments bound → (compiled kernel, starter, constants)
+_ready = {}
 
 
 def launch(kernel, programs: int, *arguments, **constants):
-    """kernel[(programs,)](*arguments, **constants), sooner where it was launched like that before.
+    """Launch kernel[(programs,)](*arguments, **constants), skipping Triton's host work if possible.
 
-    Triton binds and specialises the arguments of each launch anew and compares all globals of the kernel: half of what
-    a short call costs. A launch is like an earlier one if constants, options, types and the integers that the kernel
-    is specialised on are the same, all addresses are multiples of 16 bytes, and the other integers have 32 bits. Any
-    other goes through Triton, as all do in its interpreter.
+    For each launch Triton binds and specialises all arguments and compares all globals of the kernel: half of the time
+    of a short call. Here that is skipped if an equal launch was made before: the same constants, options, types, and
+    integers that the kernel is specialised on; addresses must be multiples of 16 bytes, and other integers fit in 32
+    bits. Any other launch goes through Triton, and so do all in its interpreter.
 
     Args:
-        arguments: tensors, tensor descriptors, integers and floats, in the kernel's order; the rest of its parameters
-            are constants.
-    Returns: the compiled kernel; in the interpreter, and where launches are only collected (ahead.py), None.
+        arguments: tensors, tensor descriptors, integers and floats, in the kernel's order.
+        constants: the rest of its parameters, and options of the compiler.
+    Returns: the compiled kernel. None in the interpreter, and while launches are only collected (ahead.py).
     """
     tape = getattr(recording, "tape", None)
     parameters = compat.parameters(kernel)
@@ -35,7 +38,7 @@ def launch(kernel, programs: int, *arguments, **constants):
         return kernel[(programs,)](*arguments, **constants)
     device = compat.current_device()
     key = [id(kernel), device, *constants.items()]
-    values = []  # addresses for tensors: the driver's own way to them is longer
+    values = []  # addresses in place of tensors: Triton's launcher would take longer to ask for them
     usual = True
     for x, (_, is_specialized, is_aligned) in zip(arguments, parameters, strict=False):
         kind = type(x)
@@ -53,7 +56,7 @@ def launch(kernel, programs: int, *arguments, **constants):
                 if not hasattr(x, "block_shape"):
                     usual = False
                     break
-                key.append(tuple(x.block_shape))  # a descriptor's; it lies as its shape and dtype say
+                key.append(tuple(x.block_shape))  # a descriptor: its layout follows from this and the dtype
                 tensor = x.base
             address = tensor.data_ptr()
             key.append(tensor.dtype)
@@ -64,7 +67,7 @@ def launch(kernel, programs: int, *arguments, **constants):
     if tape is not None and tape.found is not None:
         tape.found.setdefault(kind_of(key), (kernel, arguments, constants))
         return None
-    found = _ready.get(key) if usual and not compat.someone_looks_on() else None
+    found = _ready.get(key) if usual and not compat.profiler_listens() else None
     if found is not None:
         compiled, start, rest = found
         start(programs, compat.current_stream(device), values, rest)
@@ -87,5 +90,14 @@ def launch(kernel, programs: int, *arguments, **constants):
 
 
 def processors_of(device: torch.device) -> int:
-    """How many SMs it has; one where there are none, in Triton's interpreter."""
+    """Return the number of SMs of a GPU; 1 for a CPU, where Triton's interpreter runs."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+@functools.cache
+def capability_of(device: torch.device) -> int:
+    """Return the compute capability as one number, such as 90 for Hopper; 0 for AMD and a CPU."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return 0
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor

@@ -1,9 +1,10 @@
-"""Prebuilt kernels: machine code that comes with the package, for the kernels that most models need first.
+"""Prebuilt kernels: machine code that comes with the package and is put into Triton's disk cache.
 
-Compiling takes seconds a kernel, on every machine anew. What `make prebuilt` compiled is put where Triton keeps what
-it has compiled, just before it looks there; so Triton loads it as it would on a second run. A kernel is known by all
-that decides its machine code (compat.Wanted), so that of other sources, options, GPUs or versions is never taken.
-Whatever is in the way of that, the kernel is compiled; TRITON_ALWAYS_COMPILE=1 has all of them compiled.
+A compile takes seconds a kernel, on every machine anew. `make prebuilt` compiles the kernels that most models need
+first. Just before Triton looks into its cache for a kernel, the prebuilt one is put there, and Triton loads it as on a
+second run. The key of a kernel covers everything that decides its machine code (compat.CompileRequest), so code of
+other sources, options, GPUs or versions is never used. If anything fails, the kernel is compiled.
+TRITON_ALWAYS_COMPILE=1 has all kernels compiled.
 """
 
 import functools
@@ -24,7 +25,7 @@ CODE, METADATA = "cubin", "json"
 
 @functools.cache
 def _stored() -> tuple[Path, frozenset[str]]:
-    """The archive for this Triton, and what it holds: KEY.cubin and KEY.json of each kernel."""
+    """Return the archive for this Triton and the names in it: KEY.cubin and KEY.json of each kernel."""
     path = FOLDER / f"triton-{triton.__version__}.zip"
     try:
         with zipfile.ZipFile(path) as archive:
@@ -37,25 +38,25 @@ def _stored() -> tuple[Path, frozenset[str]]:
 
 
 def offer(kernel) -> None:
-    """Have what is prebuilt of a kernel found by its compiles from now on."""
+    """Let compiles of this kernel find its prebuilt code from now on."""
     if _stored()[1]:
-        compat.told_before_compiles(kernel, _place)
+        compat.call_before_compiles(kernel, _put_in_cache)
 
 
-def _place(wanted: compat.Wanted) -> None:
-    """Put a kernel where Triton looks for it, if it is prebuilt and not there."""
+def _put_in_cache(request: compat.CompileRequest) -> None:
+    """Put a prebuilt kernel into Triton's cache, unless the cache has it."""
     path, names = _stored()
-    metadata = f"{wanted.name}.{METADATA}"
-    if f"{wanted.key}.{METADATA}" not in names:
+    metadata = f"{request.name}.{METADATA}"
+    if f"{request.key}.{METADATA}" not in names:
         return
     try:
-        known, cache = wanted.cached()
+        known, cache = request.cached()
         if cache.get_group(metadata):
             return
         with zipfile.ZipFile(path) as archive:
-            found = {kind: archive.read(f"{wanted.key}.{kind}") for kind in (CODE, METADATA)}
+            found = {kind: archive.read(f"{request.key}.{kind}") for kind in (CODE, METADATA)}
         found[METADATA] = json.dumps(json.loads(found[METADATA]) | {"hash": known}).encode()
-        group = {f"{wanted.name}.{kind}": cache.put(data, f"{wanted.name}.{kind}") for kind, data in found.items()}
+        group = {f"{request.name}.{kind}": cache.put(data, f"{request.name}.{kind}") for kind, data in found.items()}
         cache.put_group(metadata, group)
     except Exception as error:  # whatever is wrong with the archive or the cache
-        logger.warning("%s is compiled, although it is prebuilt: %s", wanted.name, error)
+        logger.warning("%s is compiled, although it is prebuilt: %s", request.name, error)

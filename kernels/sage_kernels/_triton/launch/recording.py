@@ -1,22 +1,26 @@
-"""What a call launches and allocates, written down while a thread records it."""
+"""The tape on which a thread notes the launches and allocations of a call.
+
+A file of its own because launcher.py, ahead.py and replay.py all need it and import each other one way only.
+"""
 
 import threading
 
 import torch
 
 
-# .tape: of the call that this thread is recording; .call: the op's call that it is at (ahead.py)
+# By thread. .tape: where launches are noted now, or None. .call: the op's call under way, a function (ahead.py)
 recording = threading.local()
 
 
 class Tape:
-    """What one call did, in its order.
+    """The launches and allocations of one call, in order.
 
     Attributes:
-        launches: (parameters, compiled kernel, what starts it, programs, arguments, constants) each, from `launch`.
+        launches: one tuple for each `launch`: (compat.parameters of the kernel, compiled kernel, compat.starter of it,
+            programs, arguments, constants).
         scratch, returned: tensors from `buffer`.
-        complete: whether all of it can be done again.
-        found: None; a dict where launches are written down in place of being made (ahead.py).
+        complete: True as long as every launch can be replayed.
+        found: None. A dict in `ahead._Collector`: launches are then noted in it, and not made.
     """
 
     found = None
@@ -26,9 +30,10 @@ class Tape:
 
 
 def buffer(*shape: int, dtype: torch.dtype = torch.float32, device, returned: bool = False) -> torch.Tensor:
-    """torch.empty(shape), for what the launches of one call hand on to each other, or what the call returns.
+    """Return torch.empty(shape), noted on the tape: a replay allocates this tensor anew.
 
-    Such memory is allocated anew when a written-down call is made again; any other tensor ends the recording.
+    Use it for each tensor that launches of one call pass on, and with returned=True for each that the call returns. A
+    call that hands its kernels a tensor from elsewhere can't be replayed (except its inputs).
     """
     x = torch.empty(shape, dtype=dtype, device=device)
     tape = getattr(recording, "tape", None)

@@ -1,8 +1,8 @@
-"""The launches of an earlier call, made again with other addresses.
+"""Replay: run the launches of an earlier call again, with other tensors.
 
-What a call of an op launches follows from shapes, strides, types and options; from call to call only addresses
-change. So a first call is written down while it is made (`record`); which calls are alike is for the op to say
-(sage_kernels/ops/replay.py).
+The launches of an op's call follow from shapes, strides, dtypes and options. Between equal calls only addresses
+change. So the first call is recorded while it is made (`record`), and later ones only launch (`Replay`). The ops
+decide which calls are equal (sage_kernels/ops/replay.py).
 """
 
 import ctypes
@@ -17,7 +17,7 @@ from .recording import Tape, recording
 
 
 class _Address:
-    """Stands where a launch looks for a tensor's address."""
+    """A stand-in for a tensor that only has an address."""
 
     __slots__ = ("address",)
 
@@ -25,28 +25,33 @@ class _Address:
         self.address = address
 
     def data_ptr(self) -> int:
+        """Return the address, as a tensor does."""
         return self.address
 
 
 class _Described:
-    """A tensor descriptor without its tensor."""
+    """The fields of a tensor descriptor, without its tensor."""
 
     def __init__(self, fields: dict):
         self.__dict__.update(fields)
 
     def at(self, address: int):
+        """Return a copy for a tensor at this address."""
         here = _Described(self.__dict__)
         here.base = _Address(address)
         return here
 
 
-class _Step:
+class _RecordedLaunch:
     """One launch of a recorded call.
 
     Args:
-        compiled, start, programs: the kernel, what launches it (compat.starter), and its grid. values: its arguments,
-        None for what `places` and `described` put there. rest: its constants.
-        places: (argument, slot) of tensors. described: (argument, _Described, slot). named: (argument, number's name).
+        compiled, start, programs: the kernel, its launcher (compat.starter), and the size of its grid.
+        values: its arguments; None where `places` or `described` has one.
+        rest: its constants.
+        places: pairs (argument, slot) of tensors; a slot is an index into the call's addresses.
+        described: triples (argument, _Described, slot) of tensor descriptors.
+        named: pairs (argument, name of its number) of integers that may change.
         table: see DirectLaunch.
     """
 
@@ -55,19 +60,19 @@ class _Step:
         self.places, self.described, self.named = places, described, named
         self.slots = [*places, *((i, slot) for i, _, slot in described)]
         try:
-            self.direct = DirectLaunch(compiled, programs, self.known(), self.slots, named, table)
+            self.direct = DirectLaunch(compiled, programs, self.without_tensors(), self.slots, named, table)
         except NotDirect:
             self.direct = None
 
-    def known(self) -> list:
-        """The arguments without tensors."""
+    def without_tensors(self) -> list:
+        """Return the arguments: None for tensors, descriptors without their tensors."""
         values = self.values.copy()
         for i, descriptor, _ in self.described:
             values[i] = descriptor
         return values
 
-    def by_triton(self, stream: int, addresses: list[int], numbers) -> None:
-        """Launch it with these tensors (address of each slot) and numbers, where there is no direct launch."""
+    def launch_by_triton(self, stream: int, addresses: list[int], numbers) -> None:
+        """Launch through Triton's launcher, if there is no direct launch. addresses: one for each slot."""
         values = self.values.copy()
         for i, name in self.named:
             values[i] = numbers[name]
@@ -78,24 +83,34 @@ class _Step:
         self.start(self.programs, stream, values, self.rest)
 
 
-_SCRATCH_ALIGNMENT = 256  # bytes; descriptors want 16, whole lines are 128
+_SCRATCH_ALIGNMENT = 256  # bytes; descriptors need 16, a cache line is 128
 
 
 def _like(x: torch.Tensor, given) -> int | None:
-    """The number of a given tensor that torch.empty_like makes such a tensor from: a third of torch.empty's time."""
+    """Return the index of a given contiguous tensor with the same shape and dtype as x, or None.
+
+    torch.empty_like of it takes a third of the time of torch.empty.
+    """
     likes = (i for i, y in enumerate(given) if y.is_contiguous() and (x.shape, x.dtype) == (y.shape, y.dtype))
     return next(likes, None)
 
 
 class Replay:
-    """The launches of a recorded call, to be made again.
+    """The launches of a recorded call, ready to run again with other tensors.
 
-    Like the recorded call, another must have its shapes, strides, types and options: the caller looks that up.
+    These must have the same shapes, strides, dtypes and options as in the recorded call; the caller makes sure.
     """
 
     def __init__(self, tape: Tape, slots: dict[int, int], given, single: bool, numbers: dict[str, int]):
-        """KeyError where a launch was handed a tensor without a slot, or a kernel is compiled for one of the numbers.
-        slots: address → number."""
+        """Prepare the launches on a tape.
+
+        Args:
+            slots: address of a tensor → its index: given tensors, then scratch, then returned ones.
+            given: the call's input tensors.
+            single: the call returns one tensor, not a tuple.
+            numbers: as in `record`.
+        Raises: KeyError if a launch used a tensor without a slot, or its kernel is specialised on one of the numbers.
+        """
         self.device = given[0].device
         self.single = single
         self.returned = [(x.shape, x.dtype, _like(x, given)) for x in tape.returned]
@@ -107,7 +122,7 @@ class Replay:
         aligned = set()
         self.launches = []
         self.table = (ctypes.c_uint64 * len(slots))()
-        self.lock = threading.Lock()  # between putting addresses in the table and the last launch that reads them
+        self.lock = threading.Lock()  # held from writing addresses into the table until the last launch has read them
         for parameters, compiled, start, programs, arguments, rest in tape.launches:
             values, places, described, named = [*arguments], [], [], []
             for i, (x, (name, is_specialized, is_aligned)) in enumerate(zip(arguments, parameters, strict=False)):
@@ -126,14 +141,19 @@ class Replay:
                 else:
                     described.append((i, _Described({**vars(x), "base": None}), slot))
                 values[i] = None
-            self.launches.append(_Step(compiled, start, programs, values, rest, places, described, named, self.table))
-        self.aligned = [slot for slot in aligned if slot < len(given)]  # what is allocated here always is
+            self.launches.append(
+                _RecordedLaunch(compiled, start, programs, values, rest, places, described, named, self.table)
+            )
+        self.aligned = [slot for slot in aligned if slot < len(given)]  # tensors allocated here always are
 
     def __call__(self, given, numbers=None):
-        """The results for other tensors and numbers; None if these must be launched by Triton: unaligned, another
-        current device, or a profiler's hooks. A call that returns nothing: ()."""
+        """Run the launches with these tensors and numbers, and return the results; () if the call has none.
+
+        Returns None, and launches nothing, if the call must be made in full: a tensor is not aligned to 16 bytes,
+        another device is current, or a profiler has a hook.
+        """
         device = compat.current_device()
-        if device != self.device.index or compat.someone_looks_on():
+        if device != self.device.index or compat.profiler_listens():
             return None
         addresses = [x.data_ptr() for x in given]
         for slot in self.aligned:
@@ -153,23 +173,22 @@ class Replay:
             addresses.append(results[-1].data_ptr())
         with self.lock:
             self.table[:] = addresses
-            for step in self.launches:
-                if step.direct is None or not step.direct(stream, addresses, numbers):
-                    step.by_triton(stream, addresses, numbers)
+            for recorded in self.launches:
+                if recorded.direct is None or not recorded.direct(stream, addresses, numbers):
+                    recorded.launch_by_triton(stream, addresses, numbers)
         return results[0] if self.single else tuple(results)
 
 
 def record(call, given, numbers=None):
-    """Make a call, and find out whether it can be made again with other tensors.
+    """Make a call and record its launches, so that it can be replayed with other tensors.
 
     Args:
-        call: a function of no arguments that returns a tensor, or a tuple of them, from `buffer`; None if it returns
-            none.
-        given: the tensors that it reads and writes besides.
-        numbers: {name of a kernel's parameter: the integer that is handed over for it}, of those that may be others
-            when the call is made again: no kernel is compiled for them, and no grid or buffer hangs on them.
-    Returns: what `call` returns, and a Replay or None. None where a launch was not usual (see `launch`) or was handed
-        a tensor that is neither given nor from `buffer`: something other than launches was computed.
+        call: a function without arguments. It returns a tensor or a tuple of tensors from `buffer`, or None.
+        given: all other tensors that its launches read or write.
+        numbers: {name of a kernel's parameter: its value in this call}: integers that may differ in a replay. No
+            kernel may be specialised on them, and no grid or buffer may depend on them.
+    Returns: the call's result, and a Replay or None. None if a launch had to go through Triton (see `launch`), or used
+        a tensor that is neither given nor from `buffer`: then something besides launches was computed.
     """
     tape = recording.tape = Tape()
     try:
@@ -183,9 +202,9 @@ def record(call, given, numbers=None):
     if any(a is not b for a, b in zip(tape.returned, expected, strict=True)):
         return results, None
     tensors = [*given, *tape.scratch, *tape.returned]
-    # one without memory is handed to no launch: a key that no address is
+    # an empty tensor has address 0 and is used by no launch: it gets a negative key, unlike any address
     slots = {x.data_ptr() or -1 - slot: slot for slot, x in enumerate(tensors)}
-    if len(slots) != len(tensors):  # which of two is meant where their address is used?
+    if len(slots) != len(tensors):  # two tensors share an address: a launch's use of it would be ambiguous
         return results, None
     try:
         return results, Replay(tape, slots, given, single, numbers or {})

@@ -1,4 +1,4 @@
-"""8-bit linear layers in Triton: rows quantised, matmuls with their epilogues.
+"""Kernels of 8-bit linear layers: quantise rows, multiply, and finish the output in the same kernel.
 
-May import the ground floor, `_triton`'s own files and `launch`; nothing of attention.
+May import `sage_kernels.facts`, `_triton`'s own files and `launch`; nothing of attention.
 """

@@ -1,4 +1,4 @@
-"""What follows the sums of a tile: dequantisation, bias, activation function, gate, residual, all in fp32."""
+"""Epilogue of the 8-bit matmul in fp32: dequantisation, bias, activation, gate, residual."""
 
 import triton
 import triton.language as tl
@@ -12,7 +12,10 @@ _SQRT_HALF = tl.constexpr(0.7071067811865476)
 
 @triton.jit
 def _logistic(y, exponent, ASM: tl.constexpr):
-    """y / (1 + 2^exponent), in fp32 to 2 ulp or so; ASM: in three instructions where the compiler takes fifteen."""
+    """Return y / (1 + 2^exponent) in fp32, to about 2 ulp.
+
+    ASM: in three instructions instead of the compiler's fifteen.
+    """
     if ASM:
         y *= tl.inline_asm_elementwise(
             "{ .reg .f32 e; ex2.approx.ftz.f32 e, $1; add.f32 e, e, 0f3F800000; rcp.approx.ftz.f32 $0, e; }",
@@ -25,7 +28,7 @@ def _logistic(y, exponent, ASM: tl.constexpr):
 
 @triton.jit
 def activated(y, ACTIVATION: tl.constexpr, ASM: tl.constexpr):
-    """y under the activation function "none", "gelu", "gelu_tanh" or "silu"."""
+    """Apply the activation function "none", "gelu", "gelu_tanh" or "silu"."""
     if ACTIVATION == "gelu":
         y = y * 0.5 * (1.0 + tl.erf(y * _SQRT_HALF))
     elif ACTIVATION == "gelu_tanh":
@@ -41,10 +44,14 @@ def finish_tile(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
     HAS_BIAS: tl.constexpr, GATE: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """The outputs but for the residual, fp32 [BLOCK_M, BLOCK_N or half of it], of sums [BLOCK_M, BLOCK_N].
+    """Turn sums of products [BLOCK_M, BLOCK_N] into fp32 outputs, still without the residual.
 
-    m, x_scale: the rows and their scales [BLOCK_M]. first: of the weight's rows. GATED: column 2i is a value, 2i + 1
-    its gate. GATE: "none", "all" (one vector for all rows) or "row".
+    The result is [BLOCK_M, BLOCK_N], or half as wide if GATED.
+
+    m, x_scale: the rows and their quantisation scales [BLOCK_M].
+    first: the tile's first row of the weight, which is a column of the sums.
+    GATED: column 2i is a value and 2i + 1 its gate, as in GEGLU and SwiGLU.
+    GATE: multiply by gate_ptr: "none", "all" (one vector for all rows) or "row".
     """
     n = first + tl.arange(0, BLOCK_N)
     w_scale = tl.load(w_scale_ptr + n, mask=n < columns, other=0.0)
@@ -73,7 +80,7 @@ def finish_and_store(
     tokens, stride_gb, stride_gt, stride_r, BLOCK_N: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
     HAS_BIAS: tl.constexpr, GATE: tl.constexpr, HAS_RESIDUAL: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """All that follows sums [rows m, BLOCK_N], of column j of tiles, up to their place in the output."""
+    """Finish sums [len(m), BLOCK_N], add the residual, and store them. m: rows; j: column of tiles."""
     x_scale = tl.load(x_scale_ptr + m, mask=m < rows, other=0.0)
     y = finish_tile(
         sums, m, j * BLOCK_N, x_scale, w_scale_ptr, bias_ptr, gate_ptr, rows, columns, columns_out, tokens, stride_gb,

@@ -1,20 +1,22 @@
-"""Launches of the 8-bit linear layers' kernels on the tensors' device and current stream; arguments are checked."""
+"""Launch the kernels of 8-bit linear layers on the tensors' device and current stream.
+
+The ops have checked all arguments.
+"""
 
 import torch
 
 from ...facts.numerics import CODE_TYPES
 from ...facts.recipe import GATED
 from .. import compat
-from ..launch import buffer, launch, processors_of
-from .matmul import _linear_kernel
-from .parts import STRIP, _add_parts_kernel
+from ..launch import buffer, capability_of, launch, processors_of
+from .matmul import STRIP, _add_parts_kernel, _linear_kernel
 from .quantize_rows import _quantize_rows_kernel
 from .tiles import POINTERS, LinearTile, choose_linear_tile, choose_weight_only_tile, split_last_tiles
 from .weight_only import _weight_only_kernel
 
 
-ALIGNMENT = 16  # bytes: of rows of codes, as the copy engine wants them
-_GROUP = 8  # rows of tiles that are walked together
+ALIGNMENT = 16  # bytes between rows of codes are a multiple of this: the copy engine needs it
+_GROUP = 8  # rows of tiles that programs walk together, see `tile_of`
 
 
 def _aligned(number: int) -> int:
@@ -22,14 +24,16 @@ def _aligned(number: int) -> int:
 
 
 def _as_rows(x: torch.Tensor) -> torch.Tensor:
-    """x [..., K] as [rows, K] whose last stride is 1, a view where its strides allow one."""
+    """Reshape x [..., K] to [rows, K] with a last stride of 1; a view if the strides allow it."""
     x = x.reshape(-1, x.shape[-1])
     return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
 
 
 def _broadcast(x: torch.Tensor, shape) -> tuple[torch.Tensor, int, int, int]:
-    """A tensor that broadcasts to `shape` [..., K], the tokens of a sample, and its strides from sample to sample and
-    from token to token."""
+    """Expand x to `shape` [..., K] without a copy if possible.
+
+    Returns: the tensor, the number of tokens of a sample, its stride from sample to sample, and from token to token.
+    """
     x = x.expand(shape)
     if x.stride(-1) != 1 and x.shape[-1] > 1:
         x = x.contiguous()
@@ -37,15 +41,17 @@ def _broadcast(x: torch.Tensor, shape) -> tuple[torch.Tensor, int, int, int]:
         return x, shape[0] if len(shape) == 2 else 1, 0, x.stride(0) if len(shape) == 2 else 0
     if len(shape) == 4:
         x = x.flatten(1, 2) if x.stride(1) == x.stride(2) * shape[2] else x.contiguous().flatten(1, 2)
-    # a size of 1 has any stride: with 0, one vector for all rows is known as such
+    # the stride of a size of 1 is arbitrary; with 0 the caller sees that one vector serves all rows
     return x, x.shape[1], *(step if size > 1 else 0 for step, size in zip(x.stride()[:2], x.shape, strict=False))
 
 
 def quantize_shape(columns: int) -> tuple[int, int, int, int, int]:
-    """For rows of so many columns: bytes from one row of codes to the next, the width of a piece and how many a row
-    has, rows of a tile, warps."""
+    """Choose how `_quantize_rows_kernel` divides rows of so many columns.
+
+    Returns: bytes from one row of codes to the next, width of a piece, pieces of a row, rows of a program, warps.
+    """
     stride = _aligned(columns)
-    # seven pieces were timed where each thread still reads 16 bytes of each of them
+    # seven pieces were timed only for rows so long that each thread reads 16 bytes of each piece
     numbers = (1, 3, 5, 7) if stride >= 7 * 1024 else (1, 3, 5)
     widths = {pieces: max(16, _power_of_two(-(-stride // pieces))) for pieces in numbers}
     pieces = min(widths, key=lambda n: n * widths[n])
@@ -55,12 +61,12 @@ def quantize_shape(columns: int) -> tuple[int, int, int, int, int]:
 
 
 def _power_of_two(number: int) -> int:
-    """The smallest one that is not smaller."""
+    """Return the smallest power of two >= number."""
     return 1 << (number - 1).bit_length()
 
 
 def launch_dynamic_linear(x, quantize: dict, weight, weight_scale, bias, **options):
-    """See `sage_kernels.dynamic_linear`; quantize: how `launch_quantize_activation` is called."""
+    """Launch `sage_kernels.dynamic_linear`. quantize: arguments of `launch_quantize_activation`."""
     rows = launch_quantize_activation(x, **quantize, returned=False)
     return launch_quantized_linear(*rows, weight, weight_scale, bias, **options)
 
@@ -68,8 +74,10 @@ def launch_dynamic_linear(x, quantize: dict, weight, weight_scale, bias, **optio
 def launch_quantize_activation(
     x, *, format, norm, weight, bias, eps, gain, shift, balance, beside, returned: bool = True
 ):
-    """See `sage_kernels.quantize_activation`. Rows of codes lie ALIGNMENT bytes apart or a multiple of that. returned:
-    whether they are the result of the op's call, not read by it alone."""
+    """Launch `sage_kernels.quantize_activation`. Rows of codes are a multiple of ALIGNMENT bytes apart.
+
+    returned: True if the codes are the result of the op; False if only a later launch of the same op reads them.
+    """
     flat = _as_rows(x)
     other = flat if beside is None else _as_rows(beside)
     columns = x.shape[-1] + (0 if beside is None else beside.shape[-1])
@@ -78,7 +86,7 @@ def launch_quantize_activation(
     stride, width, pieces, rows, warps = quantize_shape(columns)
     codes = buffer(*x.shape[:-1], stride, dtype=CODE_TYPES[format], device=x.device, returned=returned)
     scale = buffer(*x.shape[:-1], device=x.device, returned=returned)
-    none = scale  # never read where a pointer does not apply
+    none = scale  # stands for pointers that are never read
     tokens, strides, given = 1, [], []
     for tensor in (gain, shift):
         if tensor is None:
@@ -103,7 +111,7 @@ def launch_quantize_activation(
 def launch_quantized_linear(
     codes, scale, weight, weight_scale, bias, *, activation, gate, residual, dtype, tile: LinearTile | None = None
 ):
-    """See `sage_kernels.quantized_linear`. tile: overrides the table (benchmarks, tests)."""
+    """Launch `sage_kernels.quantized_linear`. tile: overrides the table (benchmarks, tests)."""
     shape, is_gated = codes.shape[:-1], activation in GATED
     columns = weight.shape[0]
     columns_out = columns // 2 if is_gated else columns
@@ -145,15 +153,18 @@ def launch_quantized_linear(
 
 
 def _launch_hopper(tile: LinearTile, tiles: int, x, w, out, residual, vectors, sizes, gate_strides, constants):
-    """The kernel of hopper/, which stays for several tiles. Operands: rows that the copy engine reads and writes."""
-    from ..descriptors import describe
+    """Launch the kernel of hopper/, and `_add_parts_kernel` if the last tiles are shared.
+
+    Its programs compute several tiles each. Operands must be `_copyable`.
+    """
+    from ..hopper_primitives import describe
     from .hopper.kernel import linear_hopper_kernel
     from .hopper.types import PART
 
     processors = processors_of(x.device)
     whole, parts = split_last_tiles(tile, tiles, processors, sizes[3])
     shared = tiles - whole
-    half, sums = tile.block_m // 2, vectors[0]  # which is never read nor written where all tiles are whole
+    half, sums = tile.block_m // 2, vectors[0]  # sums: a stand-in, never read nor written if all tiles are whole
     if shared:
         dtype = torch.float32 if constants["FP8"] else torch.int32
         sums = buffer(shared, parts, tile.block_m, tile.block_n, dtype=dtype, device=x.device)
@@ -170,7 +181,10 @@ def _launch_hopper(tile: LinearTile, tiles: int, x, w, out, residual, vectors, s
 
 
 def launch_add_parts(sums, whole: int, out, residual, vectors, sizes, gate_strides, constants):
-    """The tiles from `whole` on, of the sums [tiles, parts, block_m, block_n] of their parts."""
+    """Launch the kernel that adds the parts of shared tiles and finishes them.
+
+    sums: [tiles, parts, block_m, block_n], of the tiles from number `whole` on.
+    """
     rows, columns, columns_out, _, tokens = sizes
     tiles, parts, block_m, _ = sums.shape
     options = {name: value for name, value in constants.items() if name != "FP8"}
@@ -184,13 +198,13 @@ def launch_add_parts(sums, whole: int, out, residual, vectors, sizes, gate_strid
 
 
 def launch_weight_only_linear(x, weight, weight_scale, bias, *, tile: LinearTile | None = None):
-    """See `sage_kernels.weight_only_linear`. tile: overrides the table (benchmarks, tests)."""
+    """Launch `sage_kernels.weight_only_linear`. tile: overrides the table (benchmarks, tests)."""
     columns = weight.shape[0]
     flat, w = _as_rows(x), _as_rows(weight)
     rows, depth = flat.shape
-    # the interpreter has no sums of bf16
+    # the interpreter has no bf16 matmul
     in_fp32 = x.dtype == torch.float32 or (x.dtype == torch.bfloat16 and not x.is_cuda)
-    tile = tile or choose_weight_only_tile(_capability(x.device), rows, fp32=in_fp32)
+    tile = tile or choose_weight_only_tile(capability_of(x.device), rows, fp32=in_fp32)
     out = buffer(*x.shape[:-1], columns, dtype=x.dtype, device=x.device, returned=True)
     with torch.cuda.device_of(x):
         launch(
@@ -205,24 +219,19 @@ def launch_weight_only_linear(x, weight, weight_scale, bias, *, tile: LinearTile
 
 
 def _copyable(x: torch.Tensor) -> bool:
-    """Whether the copy engine can read and write rows [R, K]: they lie at multiples of 16 bytes, one after another."""
+    """Return whether the copy engine can access rows [R, K]: 16-byte aligned and not overlapping."""
     is_aligned = x.data_ptr() % ALIGNMENT == 0 and x.stride(0) * x.element_size() % ALIGNMENT == 0
     return is_aligned and x.stride(1) == 1 and x.stride(0) >= x.shape[1]
 
 
-def _capability(device: torch.device) -> int:
-    """As the table has it: 90 for Hopper, 0 for AMD and the interpreter."""
-    if device.type != "cuda" or torch.version.hip is not None:
-        return 0
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor
-
-
 def _overlaps(device: torch.device) -> bool:
-    """Whether the matmul's launch may begin before that of the quantisation ends: hopper/ waits until it has."""
-    return _capability(device) == 90 and compat.PROGRAMMATIC and compat.has_gluon()
+    """Return whether the next matmul may start before the quantisation ends.
+
+    Only the kernel of hopper/ waits by itself for the launch before it.
+    """
+    return capability_of(device) == 90 and compat.PROGRAMMATIC and compat.has_gluon()
 
 
 def _device_tile(device: torch.device, rows: int, columns: int) -> LinearTile:
-    tile = choose_linear_tile(_capability(device), rows, columns)
+    tile = choose_linear_tile(capability_of(device), rows, columns)
     return POINTERS if tile.kernel == "hopper" and not compat.has_gluon() else tile

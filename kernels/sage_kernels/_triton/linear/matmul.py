@@ -1,16 +1,23 @@
-"""The 8-bit matmul with its epilogue, for any GPU: tiles are read through pointers."""
+"""The 8-bit matmul with its epilogue for any GPU, reading tiles through pointers.
+
+Also the kernel that adds up the last tiles of the Hopper matmul, which programs compute in parts.
+"""
 
 import triton
 import triton.language as tl
 
+from ..compat import gdc_wait
 from .epilogue import finish_and_store
+
+
+STRIP = 16  # rows of the output that one program of `_add_parts_kernel` finishes
 
 
 @triton.jit
 def multiply_add(sums, x, w, FP8: tl.constexpr):
-    """sums + x · w of codes [BLOCK_M, BLOCK_K] and [BLOCK_K, BLOCK_N]: exact int32, or fp32.
+    """Return sums + x · w for codes [BLOCK_M, BLOCK_K] and [BLOCK_K, BLOCK_N], in exact int32 or in fp32.
 
-    FP8 matrix units cut off what they add to a long sum: they sum a block at most, and those sums are added in fp32.
+    FP8 tensor cores truncate terms of a long sum. So they sum one block at most, and these sums are added in fp32.
     """
     if FP8:
         sums = tl.dot(x, w, sums, max_num_imprecise_acc=x.shape[1], out_dtype=tl.float32)
@@ -21,8 +28,10 @@ def multiply_add(sums, x, w, FP8: tl.constexpr):
 
 @triton.jit
 def tile_of(program, rows, columns, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr):
-    """Which tile a program computes: GROUP rows of tiles are walked column by column, so that they share what they
-    read in the cache."""
+    """Return row and column of a program's tile.
+
+    Programs walk GROUP rows of tiles column by column, so that neighbours find each other's operands in L2.
+    """
     tiles_m, tiles_n = tl.cdiv(rows, BLOCK_M), tl.cdiv(columns, BLOCK_N)
     first = program // (GROUP * tiles_n) * GROUP
     size = tl.minimum(tiles_m - first, GROUP)
@@ -38,11 +47,11 @@ def _linear_kernel(
     ACTIVATION: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, GATE: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr, FP8: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """out [rows, columns_out] of codes x [rows, depth] and w [columns, depth]. Grid: tiles."""
+    """Compute out [rows, columns_out] from codes x [rows, depth] and w [columns, depth]. Grid: tiles."""
     i, j = tile_of(tl.program_id(0), rows, columns, BLOCK_M, BLOCK_N, GROUP)
     m, n = i * BLOCK_M + tl.arange(0, BLOCK_M), j * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
-    # rows beyond the last read it again: a mask on them would be one more of each load
+    # rows beyond the last one read it again: that is cheaper than a mask on each load
     x_rows = x_ptr + tl.minimum(m, rows - 1).to(tl.int64)[:, None] * stride_x
     w_rows = w_ptr + tl.minimum(n, columns - 1).to(tl.int64)[:, None] * stride_w
     sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32 if FP8 else tl.int32)
@@ -54,4 +63,38 @@ def _linear_kernel(
     finish_and_store(
         sums, m, j, x_scale_ptr, w_scale_ptr, bias_ptr, gate_ptr, residual_ptr, out_ptr, rows, columns, columns_out,
         tokens, stride_gb, stride_gt, stride_r, BLOCK_N, ACTIVATION, GATED, HAS_BIAS, GATE, HAS_RESIDUAL, ASM,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["rows", "tokens", "whole", "parts"])
+def _add_parts_kernel(
+    sums_ptr, out_ptr, residual_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, gate_ptr,
+    rows, columns, columns_out, tokens, whole, parts, stride_gb, stride_gt, stride_r,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STRIP: tl.constexpr, GROUP: tl.constexpr, ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr, HAS_BIAS: tl.constexpr, GATE: tl.constexpr, HAS_RESIDUAL: tl.constexpr, ASM: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Add up the parts of the shared tiles, and finish them into out [rows, columns_out].
+
+    These are the tiles from number `whole` on. Parts are added in order, so that results repeat.
+
+    sums: int32 or fp32 [tiles, parts, BLOCK_M, BLOCK_N]. Grid: strips of STRIP rows of the tiles.
+    OVERLAP: programs may begin before the sums are written, so they wait first.
+    """
+    if OVERLAP:
+        gdc_wait()
+    STRIPS: tl.constexpr = BLOCK_M // STRIP
+    tile, strip = tl.program_id(0) // STRIPS, tl.program_id(0) % STRIPS
+    i, j = tile_of(whole + tile, rows, columns, BLOCK_M, BLOCK_N, GROUP)
+    row = strip * STRIP + tl.arange(0, STRIP)
+    at = sums_ptr + (tile * parts).to(tl.int64) * (BLOCK_M * BLOCK_N)
+    at += row[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    sums = tl.load(at)
+    for _ in range(1, parts):
+        at += BLOCK_M * BLOCK_N
+        sums += tl.load(at)
+    finish_and_store(
+        sums, i * BLOCK_M + row, j, x_scale_ptr, w_scale_ptr, bias_ptr, gate_ptr, residual_ptr, out_ptr, rows, columns,
+        columns_out, tokens, stride_gb, stride_gt, stride_r, BLOCK_N, ACTIVATION, GATED, HAS_BIAS, GATE, HAS_RESIDUAL,
+        ASM,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Rows in 8 bit, each by its own largest element: norm, modulation, balance and rounding in one pass over memory."""
+"""Quantise rows to 8 bit with one scale a row; norm and modulation in the same pass over memory."""
 
 import triton
 import triton.language as tl
@@ -9,13 +9,16 @@ from ..primitives import AMAX_FLOOR, E4M3_MAX, INT8_MAX, round_to_int8, to_e4m3
 
 @triton.jit
 def _load_vector(ptr, columns, count):
-    """[1, WIDTH] of a vector of all rows, in fp32."""
+    """Load a vector common to all rows, in fp32: [1, WIDTH]."""
     return tl.load(ptr + columns, mask=columns < count, other=0.0).to(tl.float32)[None, :]
 
 
 @triton.jit
 def _load_by_row(ptr, rows, columns, number, count, tokens, stride_batch, stride_token):
-    """[ROWS, WIDTH] of what is broadcast over rows by strides, row r being token r % tokens of sample r // tokens."""
+    """Load a tensor broadcast over rows, in fp32: [ROWS, WIDTH].
+
+    Row r is token r % tokens of sample r // tokens; a stride is 0 if the tensor has one vector for all of these.
+    """
     base = (rows // tokens).to(tl.int64) * stride_batch + (rows % tokens).to(tl.int64) * stride_token
     mask = (rows < number)[:, None] & (columns < count)[None, :]
     return tl.load(ptr + base[:, None] + columns[None, :], mask=mask, other=0.0).to(tl.float32)
@@ -23,7 +26,7 @@ def _load_by_row(ptr, rows, columns, number, count, tokens, stride_batch, stride
 
 @triton.jit
 def _load_piece(x_ptr, beside_ptr, base, columns, inside, width_x, stride_x, stride_beside, HAS_BESIDE: tl.constexpr):
-    """[ROWS, WIDTH] of the input in fp32."""
+    """Load a piece of the input in fp32, [ROWS, WIDTH]; columns from width_x on come from `beside`."""
     if HAS_BESIDE:
         is_first = (columns < width_x)[None, :]
         x = tl.load(x_ptr + base * stride_x + columns[None, :], mask=inside & is_first, other=0.0).to(tl.float32)
@@ -36,7 +39,7 @@ def _load_piece(x_ptr, beside_ptr, base, columns, inside, width_x, stride_x, str
 
 @triton.jit
 def _sum_of_rows(pieces, SQUARED: tl.constexpr):
-    """[ROWS] sums over all pieces: first of pieces, which stay where they are, then between threads, once."""
+    """Sum rows over all pieces, [ROWS]: first within threads, then once across threads."""
     total = pieces[0] * pieces[0] if SQUARED else pieces[0]
     for p in tl.static_range(1, len(pieces)):
         total += pieces[p] * pieces[p] if SQUARED else pieces[p]
@@ -52,10 +55,11 @@ def _quantize_rows_kernel(
     HAS_BIAS: tl.constexpr, HAS_GAIN: tl.constexpr, HAS_SHIFT: tl.constexpr, HAS_BALANCE: tl.constexpr,
     HAS_BESIDE: tl.constexpr, FP8: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Quantise rows [number, count], of which the columns from width_x on lie in `beside`. Grid: groups of ROWS.
+    """Normalise, modulate and quantise rows [number, count]. Grid: groups of ROWS rows.
 
-    A row is PIECES of WIDTH, a power of two: most models' widths are a few of those. OVERLAP: the next launch may
-    begin where programs have ended; it waits until all have before it reads.
+    Columns from width_x on are read from `beside`.
+    A row is handled in PIECES of WIDTH columns, a power of two, as the widths of most models are a few of these.
+    OVERLAP: let programs of the next launch start on free SMs; they wait for this launch before they read.
     """
     if OVERLAP:
         gdc_launch_dependents()
@@ -96,7 +100,8 @@ def _quantize_rows_kernel(
         if HAS_BALANCE:
             x = x * _load_vector(balance_ptr, columns, count)
         modulated += (x,)
-    # max() drops NaN, and a lost NaN becomes a plausible code. One after the other: both at once would take registers
+    # max() drops NaN, and a lost NaN would become a plausible code: so NaN goes into the scale. This comes before the
+    # maximum, because both at once would take more registers
     lost = modulated[0] * 0.0
     for p in tl.static_range(1, PIECES):
         lost += modulated[p] * 0.0

@@ -1,15 +1,15 @@
-"""Tiles of the matmuls of 8-bit weights: a table by GPU and by how many rows and columns there are."""
+"""Tile sizes of the 8-bit matmuls, by GPU and by the number of rows and columns."""
 
 from typing import NamedTuple
 
 
 class LinearTile(NamedTuple):
-    """One way to cut a matmul.
+    """Sizes of one variant of a matmul kernel.
 
     Attributes:
         block_m, block_n, block_k: of a tile.
-        num_warps, num_stages: of a program.
-        kernel: "pointers" (matmul.py) or "hopper" (hopper/), whose num_stages are the slots of its ring.
+        num_warps, num_stages: of a program; for the Hopper kernel num_stages is the number of slots of its ring.
+        kernel: "pointers" (matmul.py) or "hopper" (hopper/).
     """
 
     block_m: int
@@ -20,17 +20,19 @@ class LinearTile(NamedTuple):
     kernel: str = "pointers"
 
 
-POINTERS = LinearTile(128, 128, 64, 8, 4)  # of many rows, where the copy engine can't read them or there is no Gluon
-_FEW_TILES = 264  # of 256 x 128: two for each SM of an H200; below, smaller ones keep more of them busy
+POINTERS = LinearTile(128, 128, 64, 8, 4)  # for many rows, if there is no Gluon or the copy engine can't read them
+_FEW_TILES = 264  # of 256 x 128: two for each SM of an H200; with fewer, smaller tiles keep more SMs busy
 
-_LEAST_PART = 512  # channels that a program multiplies at least
-_LEAST_SAVED = 2560 * 256 * 128  # multiply-adds of a program: 12 µs on an H200; the host launches once more
+# Limits for sharing the last tiles (`split_last_tiles`)
+_LEAST_PART = 512  # channels of a part
+_LEAST_SAVED = 2560 * 256 * 128  # multiply-adds that each program must save: 12 µs on an H200, for one more launch
 
 
 def choose_linear_tile(capability: int, rows: int, columns: int) -> LinearTile:
-    """The tile for x [rows, K] and a weight [columns, K] on a GPU of this capability (90: Hopper; 0: AMD).
+    """Choose the tile for x [rows, K] and a weight [columns, K] on a GPU of this capability.
 
-    Hopper's were timed with the shapes of suite linear; those of other GPUs were only compiled.
+    capability: 90 is Hopper, 0 is AMD. Hopper's tiles were timed with the shapes of the benchmark suite "linear"; the
+    tiles of other GPUs were only compiled.
     """
     if rows <= 16:
         return LinearTile(16, 64, 128, 4, 4)
@@ -44,11 +46,13 @@ def choose_linear_tile(capability: int, rows: int, columns: int) -> LinearTile:
 
 
 def split_last_tiles(tile: LinearTile, tiles: int, processors: int, depth: int) -> tuple[int, int]:
-    """(how many of the tiles are multiplied whole, how many programs share each of the others).
+    """Decide whether programs share the last tiles of the Hopper matmul.
 
-    Programs take tile after tile, and the last round may have work for a few of them only: then a tile of that round
-    is shared, some channels each. Their sums go through memory and are added by a launch of its own (parts.py), so the
-    shorter round has to save more than that costs.
+    Programs take tile after tile, and the last round may have work for only a few of them. Then several programs share
+    each tile of that round, and each multiplies some of its channels. Their sums go through memory and are added by
+    another launch (`_add_parts_kernel`), so the shorter round must save more than that costs.
+
+    Returns: the number of tiles multiplied whole, and how many programs share each of the others (1: none is shared).
     """
     rest = tiles % processors
     parts = min(processors // max(rest, 1), depth // _LEAST_PART)
@@ -57,10 +61,10 @@ def split_last_tiles(tile: LinearTile, tiles: int, processors: int, depth: int) 
 
 
 def choose_weight_only_tile(capability: int, rows: int, *, fp32: bool = False) -> LinearTile:
-    """The tile for x [rows, K] in 16 bit, or fp32, and a weight in 8 bit; compiled, never timed.
+    """Choose the tile for x [rows, K] in 16 bit or fp32 and a weight in 8 bit. Compiled, but never timed.
 
-    Few rows: three tiles of 8 KiB of the weight are under way while one is multiplied, in programs so small that some
-    fit on an SM beside each other. FP32 has no matrix units, and its operands are in registers.
+    With few rows, three tiles of the weight, 8 KiB each, are loaded while one is multiplied, and several programs fit
+    on an SM. fp32 has no tensor cores and keeps its operands in registers.
     """
     stages = 4 if capability else 2
     if fp32:

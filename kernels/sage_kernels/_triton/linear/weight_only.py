@@ -1,4 +1,4 @@
-"""Rows in 16 bit or fp32 times a weight in 8 bit: bound by reading the weight where there are few rows."""
+"""Matmul of rows in 16 bit or fp32 with a weight in 8 bit; reading the weight limits its speed."""
 
 import triton
 import triton.language as tl
@@ -12,22 +12,22 @@ def _weight_only_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
     HAS_BIAS: tl.constexpr, FP32: tl.constexpr,
 ):  # fmt: skip
-    """out [rows, columns] of x [rows, depth] and codes w [columns, depth]. Grid: tiles. FP32: multiplied as fp32.
+    """Compute out [rows, columns] from x [rows, depth] and codes w [columns, depth]. Grid: tiles.
 
-    A code is exact in 16 bit, and so is its product with a number in 16 bit in fp32.
+    A code is exact in 16 bit, and its product with a 16-bit number is exact in fp32. FP32: multiply in fp32.
     """
     i, j = tile_of(tl.program_id(0), rows, columns, BLOCK_M, BLOCK_N, GROUP)
     m, n = i * BLOCK_M + tl.arange(0, BLOCK_M), j * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     x_rows = x_ptr + m.to(tl.int64)[:, None] * stride_x
-    # rows of the weight beyond the last read it again: a mask on them would be one more of each load
+    # rows of the weight beyond the last one read it again: that is cheaper than a mask on each load
     w_rows = w_ptr + tl.minimum(n, columns - 1).to(tl.int64)[:, None] * stride_w
-    # the weight is the left operand: matrix units then take it from the registers that it is converted in, and pad 1
-    # row of x to 16, not the weight's
+    # The weight is the left operand: then tensor cores take it from the registers where it was converted, and the side
+    # padded to 16 is that of x, which may have 1 row
     sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for start in tl.range(0, depth, BLOCK_K, num_stages=STAGES):
         inside = (start + k < depth)[None, :]
-        # rows of x that are not there are not read: with 1 of 16 they would be most of what is
+        # masked, since with 1 row of 16 most loads of x would be of rows beyond the last
         x = tl.load(x_rows + (start + k)[None, :], mask=inside & (m < rows)[:, None], other=0.0)
         w = tl.load(w_rows + (start + k)[None, :], mask=inside, other=0)
         if FP32:

@@ -1,4 +1,6 @@
-"""What runs before the attention kernel (mask lists, rotation, codes of K and V), and what plans the next step.
+"""Kernels of the prologue before attention, and the kernel that plans the next denoising step.
 
-May import `launch`, `_triton`'s own files and the ground floor; not attention, whose kernels read what is made here.
+Before attention: lists of key tiles from a mask, rotation of Q and K, quantisation of K and V.
+
+May import `launch`, `_triton`'s own files and `sage_kernels.facts`; not attention, which reads their results.
 """

@@ -1,7 +1,7 @@
-"""Which key tiles a query tile has to visit: read off the mask once, so that hidden tiles are never touched.
+"""Lists of the key tiles to visit for each query tile, made from the mask before attention runs.
 
-The lists hold the tiles that are wholly visible from the front and those that need the mask from the back, so the
-attention kernel runs two plain loops. The order of the keys does not matter to softmax.
+A list has fully visible tiles at its front and partly visible ones, which need the mask, at its end. So the attention
+kernel runs two plain loops and never touches hidden tiles. The order of keys does not matter to softmax.
 """
 
 from typing import NamedTuple
@@ -12,8 +12,7 @@ import triton.language as tl
 
 from ...facts.masking import FAINT, Masking
 from ..launch import launch
-from ..masks import as_loadable, broadcast_strides, load_bias
-from ..primitives import RELAXED
+from ..primitives import RELAXED, as_loadable, broadcast_strides, load_bias
 
 
 _FAINT = tl.constexpr(FAINT)
@@ -21,17 +20,17 @@ TILES_PER_STEP = tl.constexpr(32)  # key tiles looked at together
 
 
 class MaskTiles(NamedTuple):
-    """What the kernels read of a mask. Without a mask every tensor is None.
+    """A mask in the form the kernels read. Without a mask every tensor is None.
 
     Attributes:
         kind: "none", "keys" (one vector of keys a sample), "rows" (any other mask) or "tiles" (lists alone: nothing is
             hidden, but not all tiles are visited).
-        reach: fp32 [B or 1, H_kv or 1, tiles·block_n], largest bias that any row adds to a key, base 2; -inf: hidden
-            from all, and beyond the sequence.
-        extent: int32 [B or 1, H_kv or 1], one past the last key that takes part in scales.
-        tiles: int32 [lists, tiles], the list of a query tile (kinds "rows" and "tiles") or of a sample ("keys").
-        numbers: int32 [lists, 2], how many tiles of the list are wholly visible, how many are visited.
-        list_strides: lists from one sample, head and query tile to the next.
+        reach: fp32 [B or 1, H_kv or 1, tiles·block_n], the largest bias that any row adds to a key, base 2. -inf for
+            keys hidden from all rows and beyond the sequence.
+        extent: int32 [B or 1, H_kv or 1], one past the last key that counts for quantisation scales.
+        tiles: int32 [lists, tiles], one list for each query tile (kinds "rows" and "tiles") or sample ("keys").
+        numbers: int32 [lists, 2]: how many tiles of a list are fully visible, and how many are visited.
+        list_strides: distance, in lists, from one sample, head and query tile to the next.
     """
 
     kind: str = "none"
@@ -43,7 +42,7 @@ class MaskTiles(NamedTuple):
 
     @property
     def reach_strides(self) -> tuple[int, int]:
-        """Elements of `reach` from one sample and one key/value head to the next; 0 where they share it."""
+        """Strides of `reach` over samples and key/value heads, in elements; 0 if they share it."""
         if self.reach is None:
             return 0, 0
         batch, heads, width = self.reach.shape
@@ -52,7 +51,7 @@ class MaskTiles(NamedTuple):
 
 @triton.jit
 def append_tiles(tiles_ptr, n_tiles, tile, is_any, is_full, full, partial):
-    """Add tiles [N] to their end of the list; returns the new counts."""
+    """Append tiles [N] to a list, fully visible ones in front, others at the end. Return the new counts."""
     is_partial = (is_any & (is_full == 0)).to(tl.int32)
     is_full = (is_any & is_full).to(tl.int32)
     tl.store(tiles_ptr + full + tl.cumsum(is_full, 0) - 1, tile, mask=is_full != 0)
@@ -62,7 +61,7 @@ def append_tiles(tiles_ptr, n_tiles, tile, is_any, is_full, full, partial):
 
 @triton.jit
 def close_list(tiles_ptr, numbers_ptr, n_tiles, full, partial):
-    """Write how long the two parts of a list are."""
+    """Write the lengths of a list's two parts: fully visible tiles, and all visited ones."""
     if full + partial == 0:  # a query tile that sees nothing still reads the first entry, from the back
         tl.store(tiles_ptr + n_tiles - 1, 0)
     tl.store(numbers_ptr, full)
@@ -126,7 +125,12 @@ def _row_mask_kernel(mask_ptr, reach_ptr, tiles_ptr, numbers_ptr, stride_mb, str
 def launch_mask_tiles(
     masking: Masking, heads: int, kv_heads: int, seq_q: int, seq_kv: int, block_m: int, block_n: int
 ) -> MaskTiles:
-    """Read masking.mask (if any) once: one launch for a mask of keys, else one and a few small reductions."""
+    """Make the tile lists and `reach` of masking.mask, if there is one.
+
+    One launch for a mask of keys; otherwise one launch and a few small reductions.
+
+    heads, kv_heads: of queries and of keys. block_m, block_n: rows and keys of the attention kernel's tile.
+    """
     if masking.mask is None:
         return MaskTiles()
     mask = as_loadable(masking.mask)

@@ -1,8 +1,8 @@
-"""One launch that closes a denoising step for all call sites: its statistics are kept and plan the next step.
+"""One kernel that ends a denoising step: it records the step's statistics and plans the next step.
 
-What kernels/sage_kernels/planning/state.py does in some two hundred tensor operations, for the rules "timestep" and
-"timestep_adaptive": each of them is a launch that the host takes longer for than the GPU, and the next step waits for
-all. What enters the table is planning.table.record's business there, and has its words.
+It covers all call sites, and does the same as `planning/state.py` with tensor operations, for the rules "timestep" and
+"timestep_adaptive". There it takes some two hundred small launches, which the host makes slower than the GPU runs
+them, and the next step waits for all. The rules are explained there; the names here follow `planning/table.py`.
 """
 
 import torch
@@ -59,7 +59,7 @@ _V_CODE = tl.constexpr(V_CODE)
 
 @triton.jit
 def _load_stats(base, channels, width):
-    """max |q|, max k, min k and max |v| of a head: [WIDTH] each."""
+    """Load max |q|, max k, min k and max |v| of a head: [WIDTH] each."""
     inside = channels < width
     q = tl.load(base + _Q_AMAX * width + channels, mask=inside, other=0.0)
     high = tl.load(base + _K_MAX * width + channels, mask=inside, other=0.0)
@@ -84,20 +84,23 @@ def _all_finite(x):
 
 @triton.jit
 def _floored(amax):
-    """As scale_rules.ranges: bounded away from 0 relative to the largest channel."""
+    """Bound amax from below, relative to the largest channel, so that no channel's range is 0."""
     return tl.maximum(amax, tl.max(amax, 0) * _CHANNEL_FLOOR)
 
 
 @triton.jit
 def _clamped(new, limit, move):
-    """new, at most `move` times larger or smaller than limit; as it is where that is 0."""
+    """Clamp new to [limit / move, limit · move]; unchanged where limit is 0."""
     held = tl.minimum(tl.maximum(new, limit * (1.0 / move)), limit * move)
     return tl.where(limit > 0, held, new)
 
 
 @triton.jit
 def _moved(q_o, high_o, low_o, v_o, q, high, low, v, is_channel, move):
-    """Statistics as near to the new ones as an entry of the old ones may come in one step: planning.table.moved."""
+    """Return the new statistics, held within the distance an entry may move in one step.
+
+    As `planning.table.moved`. The names that end in _o are of the old entry.
+    """
     old_high, old_low = high_o * 0.5, low_o * 0.5
     old_center = old_high + old_low
     room = _floored(tl.where(is_channel, old_high - old_low, 0.0))
@@ -133,7 +136,7 @@ def _plan_step_kernel(
     plan = plan_ptr + row * (_PLANS * width) + channels
     old_scale = tl.load(plan_scale_ptr + row)
 
-    # what the step saw
+    # the step's statistics
     stats = stats_ptr + row * (_STATS * width)
     q, high, low, v = _load_stats(stats, channels, width)
     fields = tl.arange(0, FIELDS)
@@ -143,7 +146,7 @@ def _plan_step_kernel(
     reached = tl.where(is_channel, q + tl.abs(high) + tl.abs(low) + v * 0.0, 0.0)
     seen = (calls > 0) & _all_finite(reached)
 
-    # whether it is of the size of the step that its plan was made from: planning.table.agreeing
+    # does the step agree in size with the one that its plan was made from? (planning.table.agreeing)
     center = tl.load(plan + _CENTER * width, mask=inside, other=0.0)
     weight = tl.load(plan + _K_WEIGHT * width, mask=inside, other=0.0)
     q_weight = tl.load(plan + _Q_WEIGHT * width, mask=inside, other=0.0)
@@ -158,7 +161,7 @@ def _plan_step_kernel(
     agrees = planned & (k_range >= lowest) & (k_range <= highest)
     agrees = agrees & (q_reach >= old_scale * lowest) & (q_reach <= old_scale * highest) & v_fits
 
-    # what of it enters the table: planning.table.record
+    # record the step in the table (planning.table.record)
     frozen = tl.load(frozen_ptr) > 0
     takes = seen & (frozen == 0)
     places = tl.arange(0, BINS)
@@ -190,8 +193,8 @@ def _plan_step_kernel(
     marks = tl.where((marks == -run) & (takes & planned), tl.where(agrees, run, 0), marks)
     tl.store(column, marks, mask=places < bins)
 
-    # the table's statistics at the next noise level where they may be used, unless the head left the range of its
-    # plan; else this step's
+    # plan from the table's entry at the next noise level if it may be used and the head stayed in the range of its
+    # plan; otherwise from this step
     begins = tl.load(begins_ptr)
     next_by = tl.sum(tl.where(places == following, marks, 0), 0)
     usable = frozen
@@ -206,7 +209,7 @@ def _plan_step_kernel(
     low_s = tl.where(earlier, low_e, low) * 0.5
     v_s = tl.where(is_channel, tl.where(earlier, v_e, v), 0.0)
 
-    # the plan: scale_plan.write_plan
+    # write the plan (planning/plan.py: write_plan)
     center = tl.where(is_channel, high_s + low_s, 0.0)
     q_amax = _floored(q_s)
     k_amax = _floored(tl.where(is_channel, high_s - low_s, 0.0))
@@ -220,21 +223,21 @@ def _plan_step_kernel(
     v_largest = tl.max(v_s, 0)
     v_scale = tl.maximum(tl.maximum(v_s, v_largest * v_floor), _V_AMAX_FLOOR) * (1.0 / _V_CODE)  # a power of two
     v_scale = tl.where(v_largest > 0, v_scale, 0.0)
-    if known | (begins != 0):  # a layer that was skipped keeps its plan: it is merely a step older
+    if known | (begins != 0):  # a layer that did not run keeps its plan, one step older
         written = good & is_channel
         tl.store(plan + _CENTER * width, tl.where(written, center, 0.0), mask=inside)
         tl.store(plan + _K_WEIGHT * width, tl.where(written, k_weight, 0.0), mask=inside)
         tl.store(plan + _Q_WEIGHT * width, tl.where(written, q_weight, 0.0), mask=inside)
         tl.store(plan + _V_SCALE * width, tl.where(written, v_scale, 0.0), mask=inside)
         tl.store(plan_scale_ptr + row, tl.where(good, scale, 0.0))
-    if seen:  # the shapes of this step's calls: the plan holds for those only
+    if seen:  # the plan holds only for the shapes of this step's calls
         tl.store(count + _PLAN_KEY_A, tl.load(count + _KEY_MAX))
         tl.store(count + _PLAN_KEY_B, tl.load(count + _KEY_MIN))
-    if frozen & (begins != 0):  # a run starts from the table, for calls of the shapes that it was frozen with
+    if frozen & (begins != 0):  # a run starts from the frozen table, which holds for its own shapes
         tl.store(count + _PLAN_KEY_A, tl.load(frozen_keys_ptr + row * 2))
         tl.store(count + _PLAN_KEY_B, tl.load(frozen_keys_ptr + row * 2 + 1))
 
-    # ready for the next step: state.clear_step
+    # add up the counts and reset for the next step
     total = totals_ptr + row * _KEY_MAX + fields
     is_counted = fields < _KEY_MAX
     tl.store(total, tl.load(total, mask=is_counted, other=0) + counts, mask=is_counted)
@@ -247,20 +250,27 @@ def launch_plan_step(
     state: HeadState, table, table_run, run, totals, is_channel, finished, following, frozen, frozen_keys, begins,
     *, margin, full, growth, outlier, move, v_floor, adapts,
 ) -> None:  # fmt: skip
-    """On the state's device and its current stream; in place. With R heads in all, D channels of the widest:
+    """End a denoising step: update state, table and totals in place, on their device's current stream.
+
+    R heads of all call sites, D channels of the widest head.
 
     Args:
-        table: fp32 [bins, R, 4, D], statistics by noise level. table_run: int32 [bins, R], the run that left them.
-        run: int32 [], the number of the running one. totals: int64 [R, n], counts of all steps.
-        is_channel: bool [R, D], channels that heads have.
-        finished, following: int64 [1], noise level of the step that is done and of the next.
-        frozen: int32 [], 1: the table is planned from, and stays. frozen_keys: int32 [R, 2], shapes it holds for.
-        begins: int32 [], 1: the next step is the first of another run. The caller adds it to `run` afterwards.
-        margin: of the planned scale. full: codes that the keys reached in the step that a plan was made from.
-        growth: times that, and a head distrusts the table. outlier: times that, or less far by it, and the step tells
-            nothing of others. move: how far it may then move an entry.
-        v_floor: least amax of a channel of V over the head's largest.
-        adapts: whether entries of earlier runs are planned from, frozen or not.
+        table: fp32 [bins, R, 4, D], statistics by noise level.
+        table_run: int32 [bins, R], the run that wrote each entry, negative while unconfirmed; 0: none.
+        run: int32 [], number of the current run.
+        totals: int64 [R, n], counts of all steps.
+        is_channel: bool [R, D], True for channels that a head really has.
+        finished, following: int64 [1], bin of the noise level of the finished step and of the next one.
+        frozen: int32 []. 1: plan from the table, and leave it unchanged.
+        frozen_keys: int32 [R, 2], the shapes for which a frozen table holds.
+        begins: int32 []. 1: the next step is the first of another run. The caller adds it to `run` afterwards.
+        margin: factor of the planned scale over the measured range.
+        full: largest code of K in a step that repeats the one its plan was made from.
+        growth: if K reaches more than `full · growth` codes, plan the head from this step, not from the table.
+        outlier: a step larger or smaller than its plan by this factor does not agree with it.
+        move: the factor by which such a step may change an entry.
+        v_floor: least amax of a channel of V, relative to the head's largest.
+        adapts: plan from entries of earlier runs even if the table is not frozen.
     """
     (rows, _, width), bins = state.plan.shape, table.shape[0]
     with torch.cuda.device_of(table):

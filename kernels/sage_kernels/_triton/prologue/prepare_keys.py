@@ -1,7 +1,7 @@
-"""K's part of the prologue: smooth, balance and quantise, and record the statistics of K.
+"""Quantise K in the prologue: subtract the centre, apply the balance, round, record statistics.
 
-Q is quantised inside the attention kernel; here only its balance is prepared. A head without a plan, or with one that
-does not fit this call, takes center and balance from a sample of its tokens.
+Q is quantised inside the attention kernel; here only its balance is stored. A head without a plan, or with a plan that
+does not fit this call, takes centre and balance from a sample of its tokens (sample_heads.py).
 """
 
 import triton
@@ -65,16 +65,16 @@ _FAINT = tl.constexpr(FAINT)
 
 @triton.jit
 def _counted(tokens, seq_kv, reach_ptr, HAS_MASK: tl.constexpr):
-    """Which keys take part in scales."""
+    """Return a mask of the keys that count for scales."""
     counted = tokens < seq_kv
     if HAS_MASK:
-        counted = tl.load(reach_ptr + tokens) > _FAINT  # -inf beyond the sequence
+        counted = tl.load(reach_ptr + tokens) > _FAINT  # it is -inf beyond the sequence
     return counted
 
 
 @triton.jit
 def _smooth(k, counted, center, weight, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, SOME_HIDDEN: tl.constexpr):
-    """Keys [ROWS, WIDTH] in fp32, smoothed and balanced; zero beyond the head and where not counted."""
+    """Return keys [ROWS, WIDTH] less the centre, times weight; zero beyond head_dim and if not counted."""
     x = (k - center[None, :]) * weight[None, :]
     if SOME_HIDDEN:
         x = tl.where(counted, x, 0.0)
@@ -85,7 +85,10 @@ def _smooth(k, counted, center, weight, HEAD_DIM: tl.constexpr, WIDTH: tl.conste
 
 @triton.jit
 def _to_fp32_again(k):
-    """k.to(fp32) in other words: the same ones as before would keep the first result, twice the registers of k."""
+    """Convert k to fp32 in a form the compiler does not merge with the first conversion.
+
+    Merged, the fp32 values would stay in registers all the time, twice as many as k takes.
+    """
     if k.dtype == tl.bfloat16:
         k = (k.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
     else:
@@ -98,7 +101,7 @@ def _load_tile(
     tile, k_base, stride_ks, end, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """A tile of keys in slices of ROWS, in their own dtype, zero from key `end` on."""
+    """Load a key tile as a tuple of slices of ROWS keys, in their own dtype; zero from key `end` on."""
     slices = ()
     for step in tl.static_range(BLOCK_N // ROWS):
         tokens = tile * BLOCK_N + step * ROWS + tl.arange(0, ROWS)
@@ -113,9 +116,10 @@ def _prepare_tile(
     HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, SCALING: tl.constexpr,
     MASKED: tl.constexpr, HAS_MASK: tl.constexpr,
 ):  # fmt: skip
-    """Quantise one tile of BLOCK_N keys. codes_ptr and scale_ptr point at the tile's first code and scale.
+    """Quantise one key tile, and return the statistics with this tile included.
 
-    slices: what `_load_tile` read. They stay in registers until their scale is known: read once, codes written once.
+    slices: from `_load_tile`. They stay in registers until their scale is known, so K is read from memory once.
+    codes_ptr, scale_ptr: the tile's first code and scale.
     """
     SOME_HIDDEN: tl.constexpr = MASKED or HAS_MASK
     STEPS: tl.constexpr = BLOCK_N // ROWS
@@ -124,7 +128,7 @@ def _prepare_tile(
     channels = tl.arange(0, WIDTH)[None, :]
     top = tl.full([ROWS, WIDTH], float("-inf"), tl.float32)  # by element of a slice; a NaN stays
     low = tl.full([ROWS, WIDTH], float("inf"), tl.float32)
-    keys = tl.zeros([ROWS], tl.int32)  # that count
+    keys = tl.zeros([ROWS], tl.int32)  # how many count for scales
     if SCALING != "per_token":
         for step in tl.static_range(STEPS):
             tokens = first + step * ROWS + slice_rows
@@ -137,14 +141,14 @@ def _prepare_tile(
                 keys += counted.to(tl.int32)
             top = tl.maximum(top, highest, propagate_nan=tl.PropagateNan.ALL)
             low = tl.minimum(low, lowest)
-        # smoothing, rounded as it is, keeps the order of a channel's keys: the largest |x| is that of one of these two
+        # even rounded, centring keeps the order of a channel's keys: so the largest |x| comes from one of these two
         seen = (top >= low) | (top != top)
         reach = tl.maximum(
             tl.abs(_smooth(top, seen, center, weight, HEAD_DIM, WIDTH, SOME_HIDDEN)),
             tl.abs(_smooth(low, seen, center, weight, HEAD_DIM, WIDTH, SOME_HIDDEN)),
             propagate_nan=tl.PropagateNan.ALL,
         )
-        # as integers a NaN is the largest: one reduction finds the maximum and what is not finite
+        # compared as integers NaN is the largest: one reduction finds the maximum and whether there is a NaN
         amax = tl.max(tl.max(reach.to(tl.int32, bitcast=True), 1), 0).to(tl.float32, bitcast=True)
         lost = amax * 0.0
         if SCALING == "per_head":
@@ -189,18 +193,19 @@ def _prepare_span(
     HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, SCALING: tl.constexpr,
     SMOOTH: tl.constexpr, STORE_CENTER: tl.constexpr, HAS_MASK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Quantise tiles `first` to `end` of one head, of which tile 0 is stored as tile `first_tile` of the buffer.
+    """Quantise tiles `first` to `end` (exclusive) of one head.
 
-    q_base, k_base: the head's first row. b, h, head_of_batch: its sample, its number, and the place of its vectors.
+    q_base, k_base: the head's first row. b, h: its sample and number. head_of_batch: the row of its centre and balance
+    in the buffers. first_tile: the head's first tile in the buffers.
     """
     channels = tl.arange(0, WIDTH)
     is_channel = channels < HEAD_DIM
-    # rows of a sample that are loaded at once: a thread then holds 32 numbers of them
+    # sampled rows loaded at once: 32 numbers a thread
     SAMPLED: tl.constexpr = 4 * ROWS if 4 * ROWS < 128 else 128
     FIT_ROWS: tl.constexpr = ROWS // 2 if ROWS // 2 < 32 else 32
     head_offset = head_of_batch.to(tl.int64)
     extent = seq_kv
-    if HAS_MASK:  # `extent` has one number for each padded row of `reach`
+    if HAS_MASK:  # extent has one number for each padded row of reach
         extent = tl.load(extent_ptr + extent_at // (tl.cdiv(seq_kv, BLOCK_N) * BLOCK_N))
         reach_ptr += extent_at
 
@@ -212,7 +217,7 @@ def _prepare_span(
     row = 0
     last = tl.minimum(end * BLOCK_N, seq_kv)
     if SCALING == "planned":
-        # the first tile is on its way while the plan is read and tried
+        # start loading the first tile before the plan is read and checked
         slices = _load_tile(first, k_base, stride_ks, last, HEAD_DIM, WIDTH, BLOCK_N, ROWS)
         row = tl.load(row_ptr) + h
         count = counts_ptr + row * _COUNTS
@@ -231,14 +236,14 @@ def _prepare_span(
             == 0
         )  # fmt: skip
         planned = tl.where(fits & (misfit == 0), planned, 0.0)
-    if (planned == 0) & (SMOOTH or SCALING == "planned"):  # no plan: what was read with it does not count
+    if (planned == 0) & (SMOOTH or SCALING == "planned"):  # no plan that fits
         if SMOOTH:
             center = sampled_center(k_base, stride_ks, extent, reach_ptr, HEAD_DIM, WIDTH, SAMPLED, HAS_MASK)
         else:
             center = tl.zeros([WIDTH], tl.float32)
         weight = sampled_balance(
             q_base, stride_qs, stride_qh, seq_q, group, k_base, stride_ks, seq_kv, extent, reach_ptr, center,
-            HEAD_DIM, WIDTH, SAMPLED // 2, HAS_MASK,  # two tensors are sampled at once
+            HEAD_DIM, WIDTH, SAMPLED // 2, HAS_MASK,  # Q and K are sampled at once
         )  # fmt: skip
         q_weight = tl.div_rn(tl.full([WIDTH], 1.0, tl.float32), weight)
     if first == 0:
@@ -262,10 +267,10 @@ def _prepare_span(
     below = tl.zeros([], tl.int32)
     counts = tl.zeros([], tl.int32)
     SCALES: tl.constexpr = BLOCK_N if SCALING == "per_token" else 1
-    if SCALING != "planned":  # a sample takes the registers
+    if SCALING != "planned":  # only now: sampling needs the registers
         slices = _load_tile(first, k_base, stride_ks, last, HEAD_DIM, WIDTH, BLOCK_N, ROWS)
     whole = tl.minimum(end, seq_kv // BLOCK_N)
-    # no pipeline: it takes the registers that other programs' loads are in flight in
+    # no software pipeline: its registers are worth more as further programs with loads in flight
     for tile in tl.range(first, whole, num_stages=1):
         k_max, k_min, outside, below, counts = _prepare_tile(
             slices, tile, seq_kv, reach_ptr, center, weight, planned, head_amax,
@@ -303,7 +308,7 @@ def prepare_keys(
     SMOOTH: tl.constexpr, STORE_CENTER: tl.constexpr, HAS_MASK: tl.constexpr, ROWS: tl.constexpr,
     PACKED: tl.constexpr, HAS_LEFT: tl.constexpr,
 ):  # fmt: skip
-    """Quantise `tiles` tiles of one head, packed: of one sequence. What is made of them is in Prepared."""
+    """Quantise `tiles` key tiles of one head (if PACKED, of one sequence) into the buffers of `Prepared`."""
     chunk = program % programs_per_head
     head_of_batch = program // programs_per_head  # b * H_kv + h
     b = (head_of_batch // kv_heads).to(tl.int64)
@@ -311,7 +316,7 @@ def prepare_keys(
     k_base = k_ptr + b * stride_kb + h.to(tl.int64) * stride_kh
     q_base = q_ptr + b * stride_qb + (h * group).to(tl.int64) * stride_qh
     if PACKED:
-        # in pieces of `tiles` tiles as in tiles: a program then has one sequence
+        # slots of `tiles` tiles each are laid out as those of single tiles: so a program has one sequence
         i = sequence_of(chunk, cu_k_ptr, sequences, seq_kv, tiles * BLOCK_N)
         first_q, rows = rows_of(i, cu_q_ptr, sequences, seq_q)
         first_k, keys, start, _ = keys_of(i, cu_k_ptr, sequences, seq_kv, rows, left, HAS_LEFT)

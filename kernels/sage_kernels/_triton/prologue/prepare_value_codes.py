@@ -1,16 +1,16 @@
-"""V's part of the prologue, for recipes with P·V in INT8: center and scale per channel, round, transpose, permute.
+"""Quantise V in the prologue for P·V in INT8: centre, scale, round, transpose and permute.
 
-Codes lie as in prepare_values.py. Softmax weights sum to 1, so a vector shared by all values of a head may be taken
-off and added to the output: here the mean of a sample. Scales come from the channels' largest distance to the center,
-for which a launch of its own finds how far values reach, beside a plan of K's scales too: INT8 has no room for values
-that grew, and what was clipped cost more than that launch (kernels/NOTES.md).
+Codes are stored as in prepare_values.py. Softmax weights sum to 1. So a vector common to all values of a head may be
+subtracted, and added to the output: here the centre, the mean of a sample. A channel's scale is its largest distance
+to the centre over 127. A launch of its own finds how far values reach, even if K's scales are planned: INT8 has no
+room for values that grew, and clipping cost more than that launch (kernels/NOTES.md).
 
-Values of 16 bit lie on a grid of their own, so what rounding takes from them does not average out about a center that
-is none of its points, and softmax averages many values: the mean of it belongs to the center. (Not beside a mask,
-whose keys count for unlike much.)
+Rounding errors have a mean: 16-bit values lie on a grid, and the centre is in general not a point of it. Softmax
+averages many values and would keep that mean, so it is added to the centre ("lost" below). Not with a mask, under
+which keys have very different weights.
 
-INT8 has no code for NaN and inf. Each program says what it met in numbers that the attention kernel adds to its
-output: the part of that mean which it found, or NaN.
+INT8 has no code for NaN and inf. So each program writes its part of that mean, or NaN if it met one of these, for the
+attention kernel to add to the output.
 """
 
 import triton
@@ -36,47 +36,50 @@ from .prepare_values import (
 
 _V_AMAX_FLOOR = tl.constexpr(recipe.V_AMAX_FLOOR)
 _FAINT = tl.constexpr(FAINT)
-_ROWS = tl.constexpr(32)  # of numbers, loaded at once
-_FOUND = tl.constexpr(4)  # rows of a chunk: see `_reach_of`
+_ROWS = tl.constexpr(32)  # rows of numbers loaded at once
+_FOUND = tl.constexpr(4)  # numbers of a channel in a chunk: see `_reach_of`
 
 _OFFSET = tl.constexpr(float(recipe.P_CODE_OFFSET))
 
-# A head's numbers, [rows, WIDTH]: the scale, the center, what was met in LOST_STEPS steps each, and what is added to
-# the products of each tile of BLOCK_N keys.
+# A head's numbers, fp32 [rows, WIDTH]: one row for the scale, one for the centre, one for each LOST_STEPS steps (part
+# of the mean rounding error, or NaN), and one for each tile of BLOCK_N keys (`sums_of`).
 LOST_STEPS = tl.constexpr(4)
 FIRST_LOST = tl.constexpr(2)
 
 
 def value_rows(n_steps: int, block_n: int) -> int:
-    """Rows of a head's numbers."""
+    """Return the number of rows of a head's numbers."""
     return FIRST_LOST.value + -(-n_steps // LOST_STEPS.value) + n_steps * (KEYS.value // block_n)
 
 
 @triton.jit
 def rows_before_sums(seq_kv):
-    """How many rows of a head's numbers come before those of its tiles, and how many steps of KEYS keys it has."""
+    """Return how many rows of a head's numbers precede those of its tiles, and how many steps it has."""
     n_steps = tl.cdiv(seq_kv, KEYS)
     return tl.cdiv(n_steps, LOST_STEPS) + FIRST_LOST, n_steps
 
 
 @triton.jit
 def numbers_of(numbers_ptr, kv_head_of_batch, seq_kv, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr):
-    """Where a head's numbers begin."""
+    """Return the address of a head's numbers."""
     before, n_steps = rows_before_sums(seq_kv)
     return numbers_ptr + kv_head_of_batch.to(tl.int64) * (before + n_steps * (KEYS // BLOCK_N)) * WIDTH
 
 
 @triton.jit
 def sums_of(numbers_ptr, kv_head_of_batch, seq_kv, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr):
-    """Where the numbers of a head's tiles begin, [tiles, WIDTH]: 128 times the sum of each channel's codes, which P's
-    codes are 128 too small for, less what makes integers the bits of floats (ROUND_MAGIC). Exact."""
+    """Return the address of the numbers of a head's tiles, [tiles, WIDTH].
+
+    Each is 128 times the sum of a channel's codes in a tile, since P's codes are stored less 128, minus ROUND_MAGIC,
+    which the attention kernel adds when it makes floats of integers. Exact.
+    """
     before, _ = rows_before_sums(seq_kv)
     return numbers_of(numbers_ptr, kv_head_of_batch, seq_kv, BLOCK_N, WIDTH) + before * WIDTH
 
 
 @triton.jit
 def _seen_and_counted(tokens, end, reach_ptr, HAS_MASK: tl.constexpr):
-    """Which tokens some row sees, and which of them take part in center and scales."""
+    """Return masks of the tokens visible to some row, and of those that count for centre and scales."""
     is_seen = tokens < end
     is_counted = is_seen
     if HAS_MASK:
@@ -88,7 +91,7 @@ def _seen_and_counted(tokens, end, reach_ptr, HAS_MASK: tl.constexpr):
 
 @triton.jit
 def _seen_step_of(first, end, reach_ptr, HAS_MASK: tl.constexpr):
-    """Which values of one step some row sees, [QUADS, 1, 4]."""
+    """Return a mask of the visible values of one step, [QUADS, 1, 4]."""
     t0, t1, t2, t3 = _step_tokens(first)
     x0, _ = _seen_and_counted(t0, end, reach_ptr, HAS_MASK)
     x1, _ = _seen_and_counted(t1, end, reach_ptr, HAS_MASK)
@@ -99,7 +102,7 @@ def _seen_step_of(first, end, reach_ptr, HAS_MASK: tl.constexpr):
 
 @triton.jit
 def _sampled(v_base, channels, stride_vs, extent, reach_ptr, i, HEAD_DIM: tl.constexpr, HAS_MASK: tl.constexpr):
-    """The values of a sample that have a part in the center, others 0, and which tokens do."""
+    """Load sampled values for the centre, 0 for uncounted tokens; also 1 for each counted token."""
     whole = extent // CENTER_SAMPLES
     tokens = i * whole + i * (extent % CENTER_SAMPLES) // CENTER_SAMPLES + i % tl.maximum(whole, 1)
     v = _load(v_base, tokens, channels, stride_vs, tl.maximum(extent, 1), HEAD_DIM).to(tl.float32)
@@ -114,7 +117,10 @@ def _sampled(v_base, channels, stride_vs, extent, reach_ptr, i, HEAD_DIM: tl.con
 @triton.jit
 def _value_center(v_base, channels, stride_vs, extent, reach_ptr, HEAD_DIM: tl.constexpr, HAS_MASK: tl.constexpr,
                   PV: tl.constexpr):  # fmt: skip
-    """numerics.value_center: a sum of integers, whose order does not matter. 0 where V is rounded as it is."""
+    """Return the centre of V per channel, as `numerics.value_center`; 0 for PV "int8_tensor".
+
+    Summed as integers, so the order of the sum does not matter.
+    """
     if PV == "int8_tensor":
         return tl.zeros([channels.shape[0]], tl.float32)
     i = tl.arange(0, CENTER_SAMPLES)
@@ -128,8 +134,10 @@ def _value_center(v_base, channels, stride_vs, extent, reach_ptr, HEAD_DIM: tl.c
 
 @triton.jit
 def _reach_of(v_base, first, end, channels, stride_vs, reach_ptr, HEAD_DIM: tl.constexpr, HAS_MASK: tl.constexpr):
-    """Largest v and largest -v of `channels` in tokens first to end, of those that count and then of all that are
-    seen; -inf where there are none."""
+    """Return the largest v and -v per channel in tokens first to end; -inf if there is none.
+
+    Four results: v and -v of the tokens that count for scales, then of all visible ones. NaN and inf are ignored.
+    """
     nothing = tl.full([AMAX_ROWS, channels.shape[0]], float("-inf"), tl.float32)
     counting_high = nothing
     counting_low = nothing
@@ -164,7 +172,7 @@ def _value_reach_kernel(
     chunk_keys,
     HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, HAS_MASK: tl.constexpr,
 ):  # fmt: skip
-    """`_reach_of` one chunk of keys."""
+    """Write `_reach_of` of one chunk of keys. Grid: chunks of all heads."""
     chunk = tl.program_id(0) % chunks
     head_of_batch = tl.program_id(0) // chunks  # b * H_kv + h
     b = (head_of_batch // kv_heads).to(tl.int64)
@@ -186,7 +194,7 @@ def _value_reach_kernel(
 
 @triton.jit
 def _distance(found, center, chunk, chunks, WIDTH: tl.constexpr):
-    """Largest |v - center| of what `_value_reach_kernel` found in some chunks; 0 where nothing was."""
+    """Return the largest |v - centre| in some chunks, from results of `_value_reach_kernel`; 0 if none."""
     is_one = (chunk < chunks)[:, None]
     high = tl.max(tl.load(found, mask=is_one, other=float("-inf")), 0)
     low = tl.max(tl.load(found + WIDTH, mask=is_one, other=float("-inf")), 0)
@@ -195,7 +203,7 @@ def _distance(found, center, chunk, chunks, WIDTH: tl.constexpr):
 
 @triton.jit
 def _found_distance(found_ptr, center, channels, chunks, WIDTH: tl.constexpr):
-    """`_distance` of all chunks: of the keys that count, and of all that are seen."""
+    """Return `_distance` over all chunks: of the keys that count for scales, and of all visible ones."""
     counting = tl.zeros([channels.shape[0]], tl.float32)
     seen = tl.zeros([channels.shape[0]], tl.float32)
     for first in range(0, chunks, AMAX_ROWS):
@@ -212,7 +220,7 @@ def prepare_value_codes(
     stride_rb, stride_rh, padded, seq_kv, kv_heads, chunks, spans, steps, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK_N: tl.constexpr, CHANNELS: tl.constexpr, HAS_MASK: tl.constexpr, PV: tl.constexpr,
 ):  # fmt: skip
-    """Round `steps` steps of CHANNELS channels of one head, a multiple of LOST_STEPS of them."""
+    """Quantise `steps` steps of CHANNELS channels of one head to INT8. steps: a multiple of LOST_STEPS."""
     span = program % spans
     part = program // spans % (WIDTH // CHANNELS)
     head_of_batch = program // spans // (WIDTH // CHANNELS)  # b * H_kv + h
@@ -235,11 +243,11 @@ def prepare_value_codes(
     OFFSET: tl.constexpr = _OFFSET if PV == "int8" else 0.0
     if PV == "int8":
         counting, seen = _found_distance(found_ptr, center, channels, chunks, WIDTH)
-    else:  # of the head, whose center is 0
+    else:  # one scale for the whole head; its centre is 0
         counting, seen = _found_distance(found_ptr, 0.0, tl.arange(0, WIDTH), chunks, WIDTH)
         counting = tl.zeros([CHANNELS], tl.float32) + tl.max(counting, 0)
         seen = tl.zeros([CHANNELS], tl.float32) + tl.max(seen, 0)
-    # where every key that counts is at the center, of all keys that are seen
+    # of the counting keys, or if they are all at the centre, of all visible ones
     amax = tl.where(counting > 0, counting, seen)
     amax = tl.maximum(amax, _V_AMAX_FLOOR)
     inverse = tl.div_rn(amax * 0.0 + INT8_MAX, amax)
@@ -274,12 +282,12 @@ def prepare_value_codes(
     total_lost = tl.sum(lost, 0)
     for step in range(first_step, end_step, LOST_STEPS):
         tl.store(numbers_ptr + (step // LOST_STEPS + FIRST_LOST) * WIDTH, total_lost)
-        total_lost = tl.zeros([CHANNELS], tl.float32)  # of this program's rows, the first has it
+        total_lost = tl.zeros([CHANNELS], tl.float32)  # the first of this program's rows holds the sum, the others 0
 
 
 @triton.jit
 def value_numbers(numbers_ptr, kv_head_of_batch, seq_kv, channels, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr):
-    """Scale and center of V's channels, the center NaN where one of the channel's values is no finite number."""
+    """Load scale and centre of V's channels; the centre is NaN if a value of the channel is not finite."""
     rows = tl.cdiv(tl.cdiv(seq_kv, KEYS), LOST_STEPS)
     numbers_ptr = numbers_of(numbers_ptr, kv_head_of_batch, seq_kv, BLOCK_N, WIDTH) + channels
     scale = tl.load(numbers_ptr)
@@ -292,7 +300,10 @@ def value_numbers(numbers_ptr, kv_head_of_batch, seq_kv, channels, BLOCK_N: tl.c
 
 
 def launch_value_reach(v, *, mask: MaskTiles, width: int):
-    """How far V's values reach up and down, of keys that count and of all: for `prepare_value_codes`."""
+    """Find V's largest v and -v per channel and chunk of keys, for `prepare_value_codes`.
+
+    Returns: fp32 [B·H_kv, chunks, 4, width], see `_reach_of`.
+    """
     batch, seq_kv, kv_heads, head_dim = v.shape
     chunk_keys = chunk_of(seq_kv)
     chunks = -(-seq_kv // chunk_keys)

@@ -1,11 +1,12 @@
-"""V's part of the prologue, for recipes with P·V in FP8: scale per channel, cast to e4m3, transpose, permute.
+"""Quantise V in the prologue for P·V in FP8: scale, cast to e4m3, transpose and permute.
 
-The tensor cores take both 8-bit operands with the summed dimension contiguous, so V is stored as [channels, keys]; and
-keys are permuted inside each 16, so that P is in the operand's registers as the softmax left it (`in_operand_order` of
-attention/operands.py). Zero beyond the sequence and the head, and where the mask hides a key from every row.
+Tensor cores need both 8-bit operands with the summed dimension contiguous, so V is stored as [channels, keys]. Keys
+are permuted inside each group of 16: then P can stay in the registers where the softmax left it (`in_operand_order`
+of attention/operands.py). Codes are zero beyond the sequence and head_dim, and for keys hidden from every row.
 
-Scales come from a plan; without one, from the channels' amax. Without a state at all a launch of its own finds that.
-With a state only the device knows whether a head has a plan, so there a program that finds none looks at all of V.
+Scales come from the plan; without a plan, from the amax of the channels. A call without a state finds the amax in a
+launch of its own. In a call with a state only the device knows whether a head has a plan, so there each program of a
+head without one reads all of the head's V.
 """
 
 import triton
@@ -41,25 +42,25 @@ _FAINT = tl.constexpr(FAINT)
 _V_CODE = tl.constexpr(recipe.V_CODE)
 _V_AMAX_FLOOR = tl.constexpr(recipe.V_AMAX_FLOOR)
 
-# Keys of one step, a whole number of every tile. The codes of a step lie together, [WIDTH, KEYS]: a tile of the
-# attention kernel is then one piece of memory, not WIDTH of them as far apart as a head is long.
+# Keys of one step, a multiple of every tile. The codes of a step are contiguous, [WIDTH, KEYS], and so is a tile of
+# the attention kernel: otherwise its WIDTH rows would be as far apart as a head is long.
 KEYS = tl.constexpr(128)
 QUADS = tl.constexpr(KEYS.value // 4)
 AMAX_ROWS = tl.constexpr(32)
-AMAX_CHUNKS = 64  # programs a head at most: each program that casts reads what all of them found
-MIN_CHUNK = 256
+AMAX_CHUNKS = 64  # programs a head at most: each casting program reads the results of all of them
+MIN_CHUNK = 256  # keys
 
 
 @triton.jit
 def _load(v_base, tokens, channels, stride_vs, end, HEAD_DIM: tl.constexpr):
-    """V [tokens, channels] in its own dtype, zero from token `end` on and beyond the head."""
+    """Load V [tokens, channels] in its own dtype; zero from token `end` on and beyond head_dim."""
     inside = (tokens < end)[:, None] & (channels < HEAD_DIM)[None, :]
     return tl.load(v_base + tokens.to(tl.int64)[:, None] * stride_vs + channels[None, :], mask=inside, other=0.0)
 
 
 @triton.jit
 def _seen(v, tokens, end, reach_ptr, HAS_MASK: tl.constexpr):
-    """Loaded values in fp32, zero where nothing is seen, and which tokens count for scales."""
+    """Return loaded values in fp32, zero for hidden tokens; and a mask of those that count for scales."""
     x = v.to(tl.float32)
     counted = tokens < end
     if HAS_MASK:
@@ -71,14 +72,14 @@ def _seen(v, tokens, end, reach_ptr, HAS_MASK: tl.constexpr):
 
 @triton.jit
 def _finite_size(x):
-    """|x|; 0 for NaN and inf, which have codes of their own and no part in a scale."""
+    """Return |x|, but 0 for NaN and inf, which must not affect a scale."""
     size = tl.abs(x)
     return tl.where(size < float("inf"), size, 0.0)
 
 
 @triton.jit
 def _plan_of(plan_ptr, plan_scale_ptr, counts_ptr, row, shape_key, state_width, channels, HEAD_DIM: tl.constexpr):
-    """Planned scale of V's channels, 0 in all of them for a head without a plan."""
+    """Load the planned scales of V's channels; all 0 if the head has no plan for this call's shapes."""
     count = counts_ptr + row * _COUNTS
     fits = (tl.load(count + _PLAN_KEY_A) == shape_key) | (tl.load(count + _PLAN_KEY_B) == shape_key)
     fits = fits & (tl.load(plan_scale_ptr + row) > 0)
@@ -88,7 +89,7 @@ def _plan_of(plan_ptr, plan_scale_ptr, counts_ptr, row, shape_key, state_width, 
 
 @triton.jit
 def _values_of(b, cu_q_ptr, cu_k_ptr, sequences, total_q, total, left, HAS_LEFT: tl.constexpr):
-    """First value of sequence b that any of its rows sees, its slots' first token, and how many are seen."""
+    """Return sequence b's first visible value, first token (for `slot_of`), and number of visible values."""
     _, rows = rows_of(b, cu_q_ptr, sequences, total_q)
     first_k, seq_kv, start, _ = keys_of(b, cu_k_ptr, sequences, total, rows, left, HAS_LEFT)
     return first_k, start, tl.where(rows > 0, seq_kv, 0)
@@ -96,7 +97,7 @@ def _values_of(b, cu_q_ptr, cu_k_ptr, sequences, total_q, total, left, HAS_LEFT:
 
 @triton.jit
 def _amax_of(v_base, first, end, channels, stride_vs, reach_ptr, HEAD_DIM: tl.constexpr, HAS_MASK: tl.constexpr):
-    """Largest |v| of `channels` in tokens first to end: of those that count, and of all that are seen."""
+    """Return the largest |v| per channel in tokens first to end: of those that count, and of all visible."""
     counting = tl.zeros([AMAX_ROWS, channels.shape[0]], tl.float32)
     seen = tl.zeros([AMAX_ROWS, channels.shape[0]], tl.float32)
     for token in range(first, end, AMAX_ROWS):
@@ -123,7 +124,7 @@ def _value_amax_kernel(
     cu_q_ptr, cu_k_ptr, sequences, left, seq_q, seq_kv, kv_heads, chunks, chunk_keys,
     HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, HAS_MASK: tl.constexpr, PACKED: tl.constexpr, HAS_LEFT: tl.constexpr,
 ):  # fmt: skip
-    """`_amax_of` one chunk of keys; packed, of one sequence."""
+    """Write `_amax_of` of one chunk of keys (if PACKED, of one sequence). Grid: chunks of all heads."""
     chunk = tl.program_id(0) % chunks
     head_of_batch = tl.program_id(0) // chunks  # b * H_kv + h
     b = (head_of_batch // kv_heads).to(tl.int64)
@@ -149,7 +150,7 @@ def _value_amax_kernel(
 
 @triton.jit
 def _found_amax(amax_ptr, channels, chunks, WIDTH: tl.constexpr):
-    """What a kernel as `_value_amax_kernel` found in all chunks."""
+    """Combine the results of `_value_amax_kernel` over all chunks of a head."""
     counting = tl.zeros([channels.shape[0]], tl.float32)
     seen = tl.zeros([channels.shape[0]], tl.float32)
     for first in range(0, chunks, AMAX_ROWS):
@@ -162,7 +163,7 @@ def _found_amax(amax_ptr, channels, chunks, WIDTH: tl.constexpr):
 
 @triton.jit
 def _step_tokens(first):
-    """Tokens of one step by their place: four of [QUADS], for places 4·i to 4·i + 3 of its codes."""
+    """Return the tokens of one step in permuted order: four tensors [QUADS], for places 4·i to 4·i + 3."""
     # place 4·b + 2·a + c of each 16 holds key 8·a + 2·b + c
     quad = tl.arange(0, QUADS)
     tokens = first + quad // 4 * 16 + quad % 4 * 2
@@ -171,7 +172,7 @@ def _step_tokens(first):
 
 @triton.jit
 def _load_step(v_base, first, channels, stride_vs, end, HEAD_DIM: tl.constexpr):
-    """Values of `_step_tokens`: four of [QUADS, channels]."""
+    """Load the values of `_step_tokens`: four tensors [QUADS, channels]."""
     t0, t1, t2, t3 = _step_tokens(first)
     return (
         _load(v_base, t0, channels, stride_vs, end, HEAD_DIM),
@@ -183,9 +184,12 @@ def _load_step(v_base, first, channels, stride_vs, end, HEAD_DIM: tl.constexpr):
 
 @triton.jit
 def _seen_step(loaded, first, seq_kv, reach_ptr, HAS_MASK: tl.constexpr):
-    """What `_load_step` loaded as fp32 [QUADS, channels, 4], and of that what counts for scales.
+    """Join the values of `_load_step` to fp32 [QUADS, channels, 4].
 
-    The last dimension is one thread's: four codes of a channel then are one word before they are transposed.
+    Returns: the values, 0 for hidden tokens; and again with 0 for tokens that do not count for scales.
+
+    The last dimension lies in one thread:
+    so four codes of a channel are one word before they are transposed.
     """
     v0, v1, v2, v3 = loaded
     if HAS_MASK:
@@ -205,7 +209,7 @@ def _seen_step(loaded, first, seq_kv, reach_ptr, HAS_MASK: tl.constexpr):
 
 @triton.jit
 def _store_step(codes, y):
-    """Codes [QUADS, channels, 4] to [channels, KEYS]."""
+    """Store codes [QUADS, channels, 4] as [channels, KEYS]."""
     y = tl.permute(y, (1, 0, 2))
     tl.store(codes, tl.reshape(y, (y.shape[0], KEYS)))
 
@@ -216,12 +220,13 @@ def _prepare_value_span(
     shape_key, state_width, stride_vs, reach_ptr, h, head_of_batch, channels, first_step, end_step, seq_kv, chunks,
     HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr, PLANNED: tl.constexpr, HAS_MASK: tl.constexpr,
 ):  # fmt: skip
-    """Cast steps `first_step` to `end_step` of some channels of one head, whose codes begin at codes_ptr.
+    """Cast steps `first_step` to `end_step` (exclusive) of some channels of one head.
 
-    head_of_batch: the place of the head's scales; amax_ptr: what was found in its chunks, without a state.
+    codes_ptr: the head's first code. head_of_batch: row of its scales in the buffer. amax_ptr: results of
+    `_value_amax_kernel` for the head, if there is no state.
     """
     end = tl.minimum(end_step * KEYS, seq_kv)
-    # before all that takes long: the first values are on their way
+    # start loading the first values before the scales are found
     ahead = _load_step(v_base, first_step * KEYS, channels, stride_vs, end, HEAD_DIM)
 
     row = 0
@@ -238,7 +243,8 @@ def _prepare_value_span(
             counting, seen = _amax_of(v_base, 0, seq_kv, channels, stride_vs, reach_ptr, HEAD_DIM, HAS_MASK)
     else:
         counting, seen = _found_amax(amax_ptr, channels, chunks, WIDTH)
-    # no plan: where every key that counts is 0, of all keys that are seen; _V_CODE is a power of two, so this is exact
+    # Without a plan the amax is that of the counting keys, or if they are all 0, of all visible ones. _V_CODE is a
+    # power of two, so this is exact.
     scale = tl.where(scale > 0, scale, tl.where(counting > 0, counting, seen) * (1.0 / _V_CODE))
     scale = tl.maximum(scale, _V_AMAX_FLOOR / _V_CODE)
     scale = tl.where(channels < HEAD_DIM, scale, 1.0)
@@ -250,12 +256,12 @@ def _prepare_value_span(
     top = tl.zeros([QUADS, CHANNELS], tl.float32)
     reached = tl.zeros([QUADS, CHANNELS], tl.float32)
     for step in range(first_step, end_step):
-        now = ahead  # loaded a step ahead, or each load would wait behind the stores of the step before
+        now = ahead  # loaded one step ahead: otherwise each load would wait for the stores of the step before
         ahead = _load_step(v_base, (step + 1) * KEYS, channels, stride_vs, end, HEAD_DIM)
         x, counting_x = _seen_step(now, step * KEYS, seq_kv, reach_ptr, HAS_MASK)
-        # right unless something outgrew its scale
+        # right unless a value exceeds its scale; that is checked below
         _store_step(codes + step * (WIDTH * KEYS), (x * inverse[None, :, None]).to(tl.float8e4nv))
-        top = tl.maximum(top, tl.max(tl.abs(x), 2))  # NaN has no part in it, and its code is right
+        top = tl.maximum(top, tl.max(tl.abs(x), 2))  # max() drops NaN; its code is already right
         if PLANNED and HAS_MASK:
             reached = tl.maximum(reached, tl.max(tl.abs(counting_x), 2))
     largest = tl.max(top, 0)
@@ -263,8 +269,8 @@ def _prepare_value_span(
     if HAS_MASK:
         amax = tl.max(reached, 0)
     lost = 0
-    if tl.max(largest * inverse, 0) > E4M3_MAX:  # clipped; inf, of which e4m3 has none, becomes NaN
-        tl.debug_barrier()  # what is stored here is stored after what is there
+    if tl.max(largest * inverse, 0) > E4M3_MAX:  # store again, clipped; inf, which e4m3 does not have, becomes NaN
+        tl.debug_barrier()  # these stores must come after those above
         reached = tl.zeros([QUADS, CHANNELS], tl.float32)
         clipped = tl.zeros([QUADS, CHANNELS], tl.int32)
         for step in range(first_step, end_step):
@@ -291,8 +297,10 @@ def prepare_values(
     HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr, PLANNED: tl.constexpr, HAS_MASK: tl.constexpr,
     PACKED: tl.constexpr, HAS_LEFT: tl.constexpr,
 ):  # fmt: skip
-    """Cast `steps` steps of CHANNELS channels of one head; codes lie as [B·H_kv, n_steps, WIDTH, KEYS]. Packed, of one
-    sequence. chunks and chunk_keys: of `_value_amax_kernel`, a head."""
+    """Cast `steps` steps of CHANNELS channels of one head (if PACKED, of one sequence) to e4m3.
+
+    Codes are stored as [B·H_kv, n_steps, WIDTH, KEYS]. chunks, chunk_keys: of a head, as in `_value_amax_kernel`.
+    """
     span = program % spans
     part = program // spans % (WIDTH // CHANNELS)
     head_of_batch = program // spans // (WIDTH // CHANNELS)  # b * H_kv + h
@@ -329,14 +337,17 @@ def prepare_values(
 
 
 def chunk_of(seq_kv: int) -> int:
-    """Keys of a chunk, of which a program finds the largest values."""
+    """Return how many keys one program of `_value_amax_kernel` reads."""
     per_head = -(-seq_kv // AMAX_CHUNKS)
     return max(MIN_CHUNK, -(-per_head // AMAX_ROWS.value) * AMAX_ROWS.value)
 
 
 def launch_value_amax(v, *, mask: MaskTiles, width: int, packed: Packed | None, seq_q: int, left: int):
-    """For calls without a state: V's amax, of the keys that count and of all: [B·H_kv, chunks, 2, width]; and how many
-    keys a chunk has."""
+    """Find V's amax per channel and chunk of keys, for calls without a state.
+
+    Returns: fp32 [B·H_kv, chunks, 2, width], of the keys that count for scales and of all visible ones; and the number
+        of keys of a chunk.
+    """
     batch, seq_kv, kv_heads, head_dim = v.shape
     chunk_keys = chunk_of(seq_kv)
     chunks = -(-seq_kv // chunk_keys) if packed is None else packed.slots(seq_kv, chunk_keys)

@@ -1,7 +1,6 @@
-"""The prologue: one launch that readies K, and V where P·V is in 8 bit, for the attention kernel.
+"""The prologue: one launch that quantises K, and V if P·V is in 8 bit, before the attention kernel.
 
-What each program does is in prepare_keys.py, prepare_values.py and prepare_value_codes.py; the first programs take
-keys, the others values.
+Each program quantises keys (prepare_keys.py) or values (prepare_values.py for FP8, prepare_value_codes.py for INT8).
 """
 
 from typing import NamedTuple
@@ -22,16 +21,16 @@ from .prepare_value_codes import launch_value_reach, prepare_value_codes, value_
 from .prepare_values import KEYS, launch_value_amax, prepare_values
 
 
-# Timed on an H200 at width 128. A program holds one tile of keys, all of it in registers, and hides nothing of its
-# loads: the other programs of the SM do. All programs of keys run at once, since each begins with loads that wait for
+# Timed on an H200 at width 128. A program holds one tile of keys in registers and can't hide the latency of its loads;
+# the other programs of the SM do that. All programs of keys run at once, since each begins with loads that depend on
 # each other.
 _REGISTERS = 128  # of a thread at most
-_WARPS_OF_PROCESSOR = 16  # which then fit on an SM of 65,536 registers
-_ZEROS = tl.constexpr(128)  # numbers that are zeroed at a time
+_WARPS_OF_PROCESSOR = 16  # fit on an SM, which has 65,536 registers
+_ZEROS = tl.constexpr(128)  # numbers zeroed at a time
 CODE_TYPES = {"int8": torch.int8, "fp8_e4m3": torch.float8_e4m3fn, "16bit": None}
-# of KEYS values, of one program, in calls of few and of many tokens of all heads
+# Steps (of KEYS values) of one program in FP8: in calls with fewer than _LONG tokens of all heads, and in longer ones
 _VALUE_STEPS, _LONG = (4, 8), 2**20
-_CODE_STEPS = (16, 32)  # the same in INT8, where a program finds center and scales of its channels first
+_CODE_STEPS = (16, 32)  # the same in INT8, where each program first computes centre and scales of its channels
 
 
 @triton.jit(
@@ -69,7 +68,7 @@ def _prologue_kernel(
     HAS_VALUES: tl.constexpr, CHANNELS: tl.constexpr, OVERLAP: tl.constexpr, PACKED: tl.constexpr,
     HAS_LEFT: tl.constexpr, PV: tl.constexpr,
 ):  # fmt: skip
-    if OVERLAP:  # attention may begin where programs have ended; it waits until all have before it reads
+    if OVERLAP:  # programs of the attention kernel may start on free SMs; they wait for this launch before they read
         gdc_launch_dependents()
     program = tl.program_id(0)
     if program == 0:
@@ -78,7 +77,7 @@ def _prologue_kernel(
             tl.store(zeroed_ptr + number, tl.zeros([_ZEROS], tl.int32), mask=number < zeros)
     is_key, number = True, program
     if HAS_VALUES:
-        # in turns: while programs of keys try their plan, those of values keep the memory busy
+        # programs of keys and of values alternate: while the former check their plan, the latter keep the memory busy
         paired = 2 * tl.minimum(key_programs, tl.num_programs(0) - key_programs)
         is_key = tl.where(program < paired, program % 2 == 0, paired < 2 * key_programs)
         number = tl.where(program < paired, program // 2, program - paired // 2)
@@ -107,16 +106,16 @@ def _prologue_kernel(
 
 
 class Prepared(NamedTuple):
-    """What the prologue hands to the attention kernel; None where it does not apply.
+    """Results of the prologue for the attention kernel; None for those that a recipe has not.
 
     Attributes:
-        codes: int8 or float8_e4m3fn [B·H_kv, tiles·block_n, width], zero beyond the sequence and the head.
-        scale: fp32 [B·H_kv, tiles] or, per token, [B·H_kv, tiles·block_n].
-        center: fp32 [B, H_kv, width], the smoothing vector (for the LSE).
-        q_weight: fp32 [B, H_kv, width], 1 / b.
-        q_amax: fp32 [B, H] (per head).
-        values: float8_e4m3fn or int8 [B·H_kv·steps·width, 128], a step being 128 keys, transposed and permuted
-            (8-bit P·V).
+        codes: of K, int8 or float8_e4m3fn [B·H_kv, tiles·block_n, width], zero beyond the sequence and head_dim.
+        scale: of K, fp32 [B·H_kv, tiles], or [B·H_kv, tiles·block_n] if scales are per token.
+        center: fp32 [B, H_kv, width], the centre subtracted from K. None unless the LSE is returned.
+        q_weight: fp32 [B, H_kv, width], 1 / balance, by which attention multiplies Q.
+        q_amax: fp32 [B, H], for scaling "per_head" alone.
+        values: codes of V, float8_e4m3fn or int8 [B·H_kv·steps·width, 128], transposed and permuted in steps of 128
+            keys. None if P·V is in 16 bit.
         value_scale: fp32 [B, H_kv, width] (FP8) or [B, H_kv, rows, width] (INT8: prepare_value_codes.py).
     """
 
@@ -130,14 +129,13 @@ class Prepared(NamedTuple):
 
 
 def warps_of(block_n: int, width: int) -> int:
-    """Warps of a program: a thread holds 64 numbers of a tile of keys at most."""
+    """Return the warps of a program, so that a thread holds at most 64 numbers of a key tile."""
     return 4 if block_n * width <= 8192 else 8
 
 
 def constants_of(num_warps: int, width: int) -> dict:
-    """The kernel's constants that come of its warps."""
-    # slices of 8 elements a thread; with 128 keys of so many channels, both sides of the transposition of V move whole
-    # sectors
+    """Return the kernel's constants ROWS (keys of a slice) and CHANNELS (of V in a program)."""
+    # a slice has 8 elements a thread; with this many channels, loads and stores of V's transposition are whole sectors
     return {"ROWS": 8 * 32 * num_warps // width, "CHANNELS": min(8 * num_warps, width)}
 
 
@@ -146,31 +144,36 @@ def launch_prologue(
     zeroed: torch.Tensor | None = None, overlap: bool = False, packed: Packed | None = None, left: int = UNLIMITED,
     qk: str = "int8", pv: str = "fp8_e4m3",
 ) -> Prepared:  # fmt: skip
-    """Quantise K [B, S_kv, H_kv, D], and V of that shape where it is given, for the attention kernel.
+    """Quantise K [B, S_kv, H_kv, D], and V if given, for the attention kernel.
 
     Args:
-        v: None where P·V is in 16 bit.
-        scaling: "per_token", "per_block", "per_head", or "planned" with `state`.
-        mask: hidden keys get codes of zero and touch no scale. A key that no row sees well (a bias of -1e30 or less)
-            has no part in V's scales unless all are so, and is clipped at 7 times of them.
+        q: read for the balance and for the check of the plan; its codes are made in the attention kernel.
+        v: of k's shape, or None if P·V is in 16 bit.
+        scaling: "per_token", "per_block", "per_head", or "planned", which needs `state`.
+        smooth_k: subtract the centre from K and move its balance to Q.
+        mask: hidden keys get codes of zero and do not count for scales. A key with a bias of -1e30 or less for all
+            rows does not count for V's scales (unless all keys are such) and is clipped at 7 times of them.
+        return_center: store the centre, as the LSE needs it.
+        block_n: keys of a tile of the attention kernel.
         width: channels of a row of the buffers, a power of two >= D.
-        rotation: what was done to q and k: a plan is of one rotation.
-        zeroed: int32, counters of the attention kernel that start at 0.
-        qk, pv: of the recipe; the latter matters where v is given.
-        overlap: the next launch on the stream may begin before this one ends, and waits for it (launch_pdl).
-        packed: the sequences of q, k and v, whose batch is then 1; left: how many keys before its own a row of them
-            sees. Without "planned" and "per_head". B and the tiles of `Prepared` are those of the sequences.
+        rotation: the rotation of q and k; a plan holds for one rotation only.
+        zeroed: int32, counters of the attention kernel, set to 0 here.
+        overlap: let the next launch on the stream begin before this one ends; it must wait by itself (launch_pdl).
+        packed: the sequences of q, k and v, with batch 1; not with "planned" or "per_head". B and the tiles of
+            `Prepared` then are of the sequences.
+        left: sliding window of packed sequences: how many keys before its own a row sees.
+        qk, pv: number formats of the recipe; pv matters only if v is given.
     """
     batch, seq_kv, kv_heads, head_dim = k.shape
     heads = batch * kv_heads
     samples = batch if packed is None else packed.sequences
-    # triton.cdiv takes two microseconds on the host
+    # not triton.cdiv, which takes two microseconds on the host
     n_tiles = -(-seq_kv // block_n) if packed is None else packed.slots(seq_kv, block_n)
     planned, has_mask, has_values = scaling == "planned", mask.reach is not None, v is not None
 
     q_amax = k_amax = None
     if scaling == "per_head":
-        # the yardstick granularity: a reduction over the whole head first, which is what the planned scales avoid
+        # for comparison: reductions over the whole head, which planned scales avoid
         queries, keys = q.transpose(1, 2).float(), k.transpose(1, 2).float()
         counts = mask.reach[..., :seq_kv] > FAINT if has_mask else None
         center = sampled_center(keys, counts) if smooth_k else torch.zeros_like(keys[:, :, :1])
@@ -206,7 +209,7 @@ def launch_prologue(
     steps = (_CODE_STEPS if is_int8 else _VALUE_STEPS)[heads * seq_kv >= _LONG]
     spans = -(-n_steps // steps) if packed is None else packed.slots(seq_kv, steps * KEYS.value)
     value_programs = spans * (width // constants["CHANNELS"]) * heads if has_values else 0
-    none = prepared.scale  # never read where a pointer does not apply
+    none = prepared.scale  # stands for pointers that are never read
     plan, plan_scale, stats, counts, row = state[:5] if planned else (none,) * 5
     v_strides = v.stride()[:3] if has_values else (0, 0, 0)
     tensors = [prepared.center, prepared.q_weight, k_amax, v, prepared.values, prepared.value_scale, v_amax]
@@ -219,7 +222,7 @@ def launch_prologue(
         mask.reach if has_mask else none, mask.extent if mask.extent is not None else none, *mask.reach_strides,
         *packed_arguments(packed, none), left, q.shape[1], seq_kv, kv_heads, q.shape[2] // kv_heads,
         programs * heads, programs, tiles, v_amax.shape[1] if v_amax is not None else 0, chunk_keys, spans, steps,
-        # one type with and without counters: a kernel is compiled for types
+        # the same dtype with and without counters, so that there is one kernel
         none.view(torch.int32) if zeroed is None else zeroed, 0 if zeroed is None else zeroed.numel(),
         HEAD_DIM=head_dim, WIDTH=width, BLOCK_N=block_n, SCALING=scaling, SMOOTH=smooth_k,
         STORE_CENTER=return_center, HAS_MASK=has_mask, HAS_VALUES=has_values, **constants, OVERLAP=overlap,

@@ -1,7 +1,8 @@
-"""The Hadamard pre-pass: one launch that reads Q and K once and writes them rotated, contiguous, in their dtype.
+"""Rotate Q and K by a Hadamard matrix in one launch; results are contiguous and in the inputs' dtype.
 
-A matmul with ±1 on the tensor cores. A butterfly of log2(n) sums in registers needs a layout change for every bit:
-compiled for sm_90, 1048 instructions and 68 barriers for 64 rows of 128 channels, against 534 and a few here.
+It is a matmul with ±1 on the tensor cores. A butterfly of log2(n) sums in registers would need a layout change for
+every bit: compiled for sm_90, 1048 instructions and 68 barriers for 64 rows of 128 channels, against 534 and a few
+barriers here.
 """
 
 import torch
@@ -13,15 +14,18 @@ from ..launch import buffer, launch
 
 
 ROWS = 64  # vectors of one matmul
-TILES = 8  # matmuls per program: amortises making the matrix
-# One matmul forms all sums of a block; the tensor cores take at least 16 channels, and a matrix of 256 would fill
-# the shared memory of small GPUs, so the last bit of 256 channels is a sum and a difference behind two matmuls.
+TILES = 8  # matmuls of a program: amortises making the matrix
+# Channels of one matmul. Tensor cores need at least 16. A matrix of 256 would fill the shared memory of small GPUs, so
+# 256 channels are two matmuls of 128, and the sum and difference of their results.
 MIN_WIDTH, MAX_WIDTH = 16, 128
 
 
 @triton.jit
 def _signs(WIDTH: tl.constexpr, BLOCK: tl.constexpr, dtype: tl.constexpr):
-    """(-1)^popcount(i & j) inside blocks of BLOCK channels, 0 outside: [WIDTH, WIDTH], WIDTH <= 128."""
+    """Return the block-diagonal Hadamard matrix [WIDTH, WIDTH], unscaled: (-1)^popcount(i & j), else 0.
+
+    Blocks have BLOCK channels; WIDTH <= 128.
+    """
     i, j = tl.arange(0, WIDTH)[:, None], tl.arange(0, WIDTH)[None, :]
     bits = i & j
     bits = bits ^ (bits >> 4)
@@ -31,7 +35,10 @@ def _signs(WIDTH: tl.constexpr, BLOCK: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def _product(x, signs, SPLIT: tl.constexpr):
-    """x · signs in fp32: every product with ±1 is exact. SPLIT: fp32 x as the bf16 numbers that it is the sum of."""
+    """Return x · signs, summed in fp32; every product with ±1 is exact.
+
+    SPLIT: write fp32 x as a sum of three bf16 numbers, for tensor cores.
+    """
     if SPLIT:
         high = x.to(tl.bfloat16)
         rest = x - high.to(tl.float32)
@@ -60,7 +67,7 @@ def _rotate_kernel(
         x_ptr, out_ptr, seq, h_count, chunks = k_ptr, k_out_ptr, seq_kv, kv_heads, k_chunks
         stride_b, stride_s, stride_h, stride_d = stride_kb, stride_ks, stride_kh, stride_kd
     b = (program // chunks).to(tl.int64)
-    rows_of_sample = seq * h_count * BLOCKS  # a row: one block of channels of one head of one token
+    rows_of_sample = seq * h_count * BLOCKS  # a row is one block of channels of one head of one token
     x_ptr += b * stride_b
     out_ptr += b * rows_of_sample * (BLOCK * HALVES)
     channels = tl.arange(0, WIDTH)[None, :]
@@ -85,10 +92,12 @@ def _rotate_kernel(
 
 
 def launch_rotate(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Q and K [B, S, H, D] times the block-diagonal Hadamard matrix of `reference.ref_rotate`; D a multiple of 8.
+    """Multiply Q and K [B, S, H, D] by the block-diagonal Hadamard matrix of `reference.ref_rotate`.
 
-    Any strides in, contiguous out; fp16, bf16 or fp32, the sums in fp32. (In Triton's interpreter fp32 is not split:
-    its bf16 matmul is broken, and bf16 inputs come out wrong there.)
+    D must be a multiple of 8; dtypes fp16, bf16 or fp32, sums in fp32. Any strides are accepted. In Triton's
+    interpreter fp32 is not split, because its bf16 matmul is broken; bf16 inputs give wrong results there.
+
+    Returns: contiguous tensors of the same shapes and dtypes.
     """
     batch, seq_q, heads, head_dim = q.shape
     seq_kv, kv_heads = k.shape[1], k.shape[2]

@@ -1,8 +1,7 @@
-"""What a head's own tokens say of its center and balance: a sample for heads without a plan, a smaller one to see
-whether a plan fits.
+"""Sample a head's tokens, to find its centre and balance or to check that its plan fits.
 
-A sample is made of maxima and of sums of integers, so that every program of a head finds the same bits, and the
-reference too.
+The check takes a smaller sample. Only maxima and sums of integers are formed for centre and balance, so that every
+program of a head, and the reference, get the same bits in any order.
 """
 
 import triton
@@ -34,14 +33,16 @@ LARGEST_QUERY = tl.constexpr(numerics.LARGEST_QUERY)
 
 @triton.jit
 def _sample_steps(extent, ROWS: tl.constexpr):
-    """CENTER_SAMPLES // ROWS, which the compiler does not know: the loops of the rare branch, unrolled, would
-    take the registers that programs in flight need."""
+    """Return CENTER_SAMPLES // ROWS, hidden from the compiler so that it does not unroll the loops.
+
+    Unrolled, the rarely taken branch would need registers that other programs on the SM could use.
+    """
     return tl.minimum(CENTER_SAMPLES // ROWS, tl.maximum(extent, 0) + CENTER_SAMPLES)
 
 
 @triton.jit
 def _load_sample(base, stride_token, seq, i, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr):
-    """Those of the tokens that numerics.sample_tokens names with these numbers [ROWS], in fp32, and the tokens."""
+    """Load the i-th tokens [ROWS] of `numerics.sample_tokens`, in fp32; return them and their positions."""
     whole = seq // CENTER_SAMPLES  # i · seq could overflow
     tokens = i * whole + i * (seq % CENTER_SAMPLES) // CENTER_SAMPLES + i % tl.maximum(whole, 1)
     return load_tokens(base, tokens, stride_token, seq, HEAD_DIM, WIDTH, False).to(tl.float32), tokens
@@ -50,7 +51,7 @@ def _load_sample(base, stride_token, seq, i, HEAD_DIM: tl.constexpr, WIDTH: tl.c
 @triton.jit
 def _load_key_sample(k_base, stride_ks, extent, reach_ptr, i, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
                      HAS_MASK: tl.constexpr):  # fmt: skip
-    """As `_load_sample` for keys; also 1 for each that takes part in scales. The others are zero."""
+    """Load sampled keys, 0 for uncounted tokens; also return 1 for each token that counts for scales."""
     k, tokens = _load_sample(k_base, stride_ks, extent, i, HEAD_DIM, WIDTH)
     counted = tokens * 0 + 1
     if HAS_MASK:
@@ -62,7 +63,7 @@ def _load_key_sample(k_base, stride_ks, extent, reach_ptr, i, HEAD_DIM: tl.const
 @triton.jit
 def sampled_center(k_base, stride_ks, extent, reach_ptr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
                     ROWS: tl.constexpr, HAS_MASK: tl.constexpr):  # fmt: skip
-    """numerics.sampled_center of one head: [WIDTH]. Its sum is one of integers, so its order does not matter."""
+    """Return the centre of one head, [WIDTH]: the mean of sampled keys (`numerics.sampled_center`)."""
     top = tl.zeros([ROWS, WIDTH], tl.float32)
     number = tl.zeros([ROWS], tl.int32)
     for step in range(_sample_steps(extent, ROWS)):
@@ -83,14 +84,14 @@ def sampled_center(k_base, stride_ks, extent, reach_ptr, HEAD_DIM: tl.constexpr,
 
 @triton.jit
 def _bounded_amax(amax):
-    """Per-channel amax [WIDTH] of a slice-wise one, bounded away from 0 relative to the largest channel."""
+    """Reduce amax [ROWS, WIDTH] to [WIDTH], bounded from below relative to the largest channel."""
     amax = tl.max(amax, 0)
     return tl.maximum(tl.maximum(amax, tl.max(amax, 0) * CHANNEL_FLOOR), AMAX_FLOOR)
 
 
 @triton.jit
 def _row_sizes(x, counted):
-    """numerics._row_sizes of rows [ROWS, WIDTH]."""
+    """Return |x| of rows [ROWS, WIDTH] as shares of their sums, as `numerics._row_sizes`."""
     size = tl.where((x * 0.0 == 0.0) & (counted != 0)[:, None], tl.abs(x), 0.0)
     known = size > 0
     logarithm = tl.sum(tl.where(known, size.to(tl.int32, bitcast=True) >> LOG_SHIFT, 0), 1)
@@ -105,7 +106,7 @@ def _row_sizes(x, counted):
 def sampled_balance(q_base, stride_qs, stride_qh, seq_q, group, k_base, stride_ks, seq_kv, extent, reach_ptr,
                      center, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
                      HAS_MASK: tl.constexpr):  # fmt: skip
-    """numerics.sampled_balance of one head: [WIDTH]."""
+    """Return the balance of one head, [WIDTH], from a sample of Q and K, as `numerics.sampled_balance`."""
     q_amax = tl.zeros([ROWS, WIDTH], tl.float32)
     k_amax = tl.zeros([ROWS, WIDTH], tl.float32)
     is_channel = tl.arange(0, WIDTH) < HEAD_DIM
@@ -134,15 +135,16 @@ def sampled_balance(q_base, stride_qs, stride_qh, seq_q, group, k_base, stride_k
 
 @triton.jit
 def _fit_tokens(i, seq):
-    """Those of numerics.fit_tokens with these numbers [ROWS]."""
+    """Return the i-th tokens [ROWS] of `numerics.fit_tokens`."""
     return tl.minimum(i * (seq // FIT_SAMPLES + 1), tl.maximum(seq, 1) - 1)
 
 
 @triton.jit
 def _load_by_channel(base, tokens, stride_token, seq, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr):
-    """`load_tokens` in fp32, with one channel a lane: maxima over tokens then need few exchanges between threads.
+    """Load tokens in fp32 with one channel a thread.
 
-    The compiler gives a lane eight channels where it knows that they lie side by side: here it does not.
+    So maxima over tokens need few exchanges between threads.
+    The compiler would give a thread eight channels if it knew that they are contiguous; `step` hides that.
     """
     step = tl.minimum(tl.maximum(seq, 1), 1)  # 1
     channels = tl.arange(0, WIDTH)[None, :]
@@ -152,8 +154,10 @@ def _load_by_channel(base, tokens, stride_token, seq, HEAD_DIM: tl.constexpr, WI
 
 @triton.jit
 def _fit_steps(seq, ROWS: tl.constexpr):
-    """FIT_SAMPLES // ROWS, which the compiler does not know: code that is run once costs its fetching, so this loop
-    must not be unrolled."""
+    """Return FIT_SAMPLES // ROWS, hidden from the compiler so that it does not unroll the loop.
+
+    The loop runs once a program, so more code would mean more time to fetch instructions.
+    """
     return tl.minimum(FIT_SAMPLES // ROWS, tl.maximum(seq, 0) + FIT_SAMPLES)
 
 
@@ -161,11 +165,12 @@ def _fit_steps(seq, ROWS: tl.constexpr):
 def plan_fits(q_base, stride_qs, stride_qh, seq_q, group, k_base, stride_ks, extent, reach_ptr, center, k_weight,
               q_weight, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
               HAS_MASK: tl.constexpr):  # fmt: skip
-    """plan_fits (reference/plan.py) of one head. Every program of the head has the same sample, so all decide alike.
+    """Check on a sample if the plan fits one head, as `plan_fits` of reference/plan.py.
 
-    One pass: squares about the middle of K's range follow from those about the center. Reductions are joined, as each
-    on its own makes all warps wait for each other a few times. All programs do this before anything else, so each
-    instruction counts: a NaN in K makes the head's output NaN, and needs no care here.
+    Every program of the head takes the same sample, so all decide alike. All programs run this first, so each
+    instruction counts. K is read once: squares about the middle of its range follow from those about the centre.
+    Reductions are joined, because each one makes all warps wait for each other. NaN in K is not handled: it makes the
+    head's output NaN anyway.
     """
     high = tl.full([ROWS, WIDTH], float("-inf"), tl.float32)
     low = tl.full([ROWS, WIDTH], float("inf"), tl.float32)
@@ -176,11 +181,11 @@ def plan_fits(q_base, stride_qs, stride_qh, seq_q, group, k_base, stride_ks, ext
         i = step * ROWS + tl.arange(0, ROWS)
         tokens = _fit_tokens(i, extent)
         k = _load_by_channel(k_base, tokens, stride_ks, extent, HEAD_DIM, WIDTH)
-        # of the group's heads one after the other
+        # sampled from the group's heads in turn
         q_rows = q_base + (i * group // FIT_SAMPLES).to(tl.int64)[:, None] * stride_qh
         q = _load_by_channel(q_rows, _fit_tokens(i, seq_q), stride_qs, seq_q, HEAD_DIM, WIDTH)
         q = tl.minimum(tl.abs(q), LARGEST_QUERY) * q_weight[None, :]
-        # rows have scales of their own: one that is loud is one
+        # each row of Q gets its own scale, so all rows weigh the same here, whatever their size
         q = q * (1.0 / tl.maximum(tl.sum(q, 1), AMAX_FLOOR))[:, None]
         q_squares += q * q
         x = (k - center[None, :]) * k_weight[None, :]
@@ -199,7 +204,7 @@ def plan_fits(q_base, stride_qs, stride_qh, seq_q, group, k_base, stride_ks, ext
     sums, q_sums = tl.split(tl.sum(tl.join(tl.join(total, squares), tl.join(q_squares, q_squares)), 0))
     total, k_size = tl.split(sums)
     q_size, _ = tl.split(q_sums)
-    off = tl.where(high >= -low, (high * 0.5 - low * 0.5 - center) * k_weight, 0.0)  # the middle
+    off = tl.where(high >= -low, (high * 0.5 - low * 0.5 - center) * k_weight, 0.0)  # the middle of K's range
     best = tl.maximum(k_size + off * (off * count - total * 2.0), 0.0)
     best = tl.sqrt(best * q_size)
     tops, best_top = tl.split(tl.max(tl.join(tl.join(k_size, q_size), tl.join(best, best)), 0))

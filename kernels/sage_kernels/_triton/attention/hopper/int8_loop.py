@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from ....facts import recipe
-from ...gluon_names import barrier
+from ...hopper_primitives import barrier
 from .int8_sums import (
     KEPT_TILES,
     add_all_lacking,
@@ -24,8 +24,7 @@ from .int8_sums import (
     packed_codes,
     sum_of_codes,
 )
-from .operands import value_operand
-from .ring import seen_tile
+from .operands import seen_tile, value_operand
 from .softmax import SCORE_LIMIT, load_key_scale, masked_values, scaled, sum_in_lanes, to_lanes
 from .types import ROWS, Place, Total
 

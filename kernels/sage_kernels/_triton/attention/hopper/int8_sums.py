@@ -10,11 +10,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from ...gluon_names import barrier, reinterpret
+from ...hopper_primitives import barrier, reinterpret
 from ...primitives import ROUND_MAGIC
 from ...prologue.prepare_value_codes import sums_of
-from .operands import as_operand
-from .ring import seen_tile
+from .operands import as_operand, seen_tile
 from .types import ROWS
 
 

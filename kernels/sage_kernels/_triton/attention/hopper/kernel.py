@@ -6,7 +6,7 @@ as the ring has slots, and P·V of one tile runs during the softmax of the next.
 
 Who waits for whom (tile t: keys K_t with their scales, values V_t; slot s holds K_t and V_t-1):
 
-    producer, 1 warp (producer.py)             ring (ring.py)            each consumer: a warpgroup, 64 query rows
+    producer, 1 warp (producer.py)             ring (../../ring.py)      each consumer: a warpgroup, 64 query rows
                                                                          (main_loop.py)
     acquire: wait for freed[s]    <─────────── freed[s] ───────────────  release_before, one arrival a warpgroup
     expect bytes, start copies    ──copies──>  K_t, V_t-1
@@ -22,21 +22,22 @@ Who waits for whom (tile t: keys K_t with their scales, values V_t; slot s holds
     finished   a warpgroup that computes its rows again (redo.py) copies into the ring itself, once all warpgroups
                are through with it, and then waits for `landed`, barriers of its own.
 
-Reading order: types.py (the structures passed around), ring.py, producer.py, consumer.py: queries.py → main_loop.py
-(softmax.py, operands.py, fp8_sums.py), or int8_loop.py (int8_sums.py) → split_keys.py → epilogue.py (redo.py).
+Reading order: types.py (the structures passed around), ../../ring.py, producer.py, consumer.py: queries.py →
+main_loop.py (softmax.py, operands.py, fp8_sums.py), or int8_loop.py (int8_sums.py) → split_keys.py → epilogue.py
+(redo.py).
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from ...programmatic import wait_for_launch_before
+from ...hopper_primitives import wait_for_launch_before
+from ...ring import KeyValueRing
 from ..operands import band_tiles
 from .consumer import consume
 from .fp8_sums import allocate_earlier
 from .int8_sums import allocate_lacking
 from .producer import copy_keys_and_values
-from .ring import Ring
 from .types import (
     ROW_FIELDS,
     ROWS,
@@ -190,8 +191,8 @@ def attention_fwd_hopper_kernel(
     fence_async_shared()
 
     # arguments of the warps
-    ring = Ring(
-        k_tiles=k_smem, v_tiles=v_smem, k_scales=scale_smem, filled=filled, freed=freed, buffers=NUM_BUFFERS
+    ring = KeyValueRing(
+        k_tiles=k_smem, v_tiles=v_smem, k_scales=scale_smem, filled=filled, freed=freed, slots=NUM_BUFFERS
     )  # fmt: skip
     seen = Seen(
         reach=reach, tiles_ptr=tiles_ptr, n_tiles=n_tiles, first=ring_first, first_full=first_full, full=ring_full,

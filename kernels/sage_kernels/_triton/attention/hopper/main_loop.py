@@ -4,10 +4,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from ...gluon_names import barrier
+from ...hopper_primitives import barrier
 from .fp8_sums import add_to_earlier, halves, packed, store_earlier, with_earlier
-from .operands import as_operand, value_operand, zero_hidden_together
-from .ring import seen_tile
+from .operands import as_operand, seen_tile, value_operand, zero_hidden_together
 from .softmax import fixed_softmax_tile, load_key_scale, masked_softmax_tile, softmax_tile, sum_in_lanes
 from .types import ROWS, Place, Sums, Total
 

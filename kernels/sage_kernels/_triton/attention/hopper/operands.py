@@ -1,9 +1,10 @@
-"""P and V as operands of the tensor cores, and the zeroing of hidden values."""
+"""P and V as operands of the tensor cores, the zeroing of hidden values, and the order of key tiles."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from ..operands import tile_at
 from .types import ROWS
 
 
@@ -64,3 +65,17 @@ def zero_hidden_together(v_tile, reach, first_key, zeroed, turn, BLOCK_N: gl.con
         zero_hidden(v_tile, reach, first_key, group_index * HALF, (group_index + 1) * HALF, WIDTH)
     mbarrier.arrive(zeroed, count=1)
     mbarrier.wait(zeroed, turn & 1)
+
+
+@gluon.jit
+def seen_tile(i, seen, MASKING: gl.constexpr):
+    """Return the i-th key tile to visit; those that all rows see completely come first."""
+    if MASKING.mask == "tiles":  # programs may share a list, so `i` counts from the beginning of the piece
+        tile = tile_at(
+            seen.first + i, seen.tiles_ptr, seen.n_tiles, 0, 0, seen.first_full, MASKING.mask, MASKING.has_left
+        )  # fmt: skip
+    else:
+        tile = tile_at(
+            i, seen.tiles_ptr, seen.n_tiles, seen.first, seen.first_full, seen.full, MASKING.mask, MASKING.has_left
+        )  # fmt: skip
+    return tile

@@ -4,9 +4,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from ...gluon_names import load_tile
+from ...hopper_primitives import load_tile
 from ...prologue.prepare_values import KEYS
-from .ring import seen_tile
+from .operands import seen_tile
 
 
 _STEP_KEYS = gl.constexpr(KEYS.value)

@@ -6,7 +6,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from ....facts.recipe import E4M3_OF_INT8
 from ....facts.state import STAT_FIELDS, STAT_K_MAX, STAT_K_MIN, STAT_Q_AMAX
-from ...gluon_names import reinterpret
+from ...hopper_primitives import reinterpret
 from .types import LOWERED, ROW_FIELDS, ROWS, SCALE, TO_MIDRANGE
 
 

@@ -15,13 +15,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...gluon_names import barrier
+from ...hopper_primitives import barrier
 from .fp8_sums import packed
 from .int8_loop import masked_tile_softmax
 from .int8_sums import add_lacking, add_product, code_product, less_128, packed_codes, sum_of_codes, value_sums
-from .operands import as_operand, value_operand, zero_hidden
+from .operands import as_operand, seen_tile, value_operand, zero_hidden
 from .producer import copy_keys, copy_values
-from .ring import seen_tile
 from .softmax import load_key_scale, masked_softmax_tile, softmax_tile, sum_in_lanes, to_lanes
 from .types import ROWS, Seen
 

@@ -3,7 +3,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ...gluon_names import barrier
+from ...hopper_primitives import barrier
 from ..tiles import MAX_PIECES
 from .types import ROWS, Total
 

@@ -1,15 +1,15 @@
 """Structures that the functions of the Hopper kernel pass to each other.
 
 They are NamedTuples, because a field may be a tensor in one variant of the kernel and a constant or a descriptor in
-another. The ring, which has methods, is in ring.py. Shapes: a warpgroup has R = ROWS query rows; a key tile has N
-keys.
+another. The ring, which has methods, is in ../../ring.py. Shapes: a warpgroup has R = ROWS query rows; a key tile has
+N keys.
 """
 
 from typing import NamedTuple
 
 from triton.experimental.gluon import language as gl
 
-from .ring import Ring
+from ...ring import KeyValueRing
 
 
 ROWS = gl.constexpr(64)  # query rows of one warpgroup
@@ -181,7 +181,7 @@ class Program(NamedTuple):
     inputs: Inputs
     recorded: Recorded
     shared: Shared
-    ring: Ring
+    ring: KeyValueRing
     seen: Seen
     tile: Tile
     split: Split
@@ -197,7 +197,7 @@ class Copied(NamedTuple):
     k_codes: gl.tensor
     v_tiles: gl.tensor
     k_scales: gl.tensor
-    ring: Ring
+    ring: KeyValueRing
     seen: Seen
     k_row: gl.tensor
     v_head: gl.tensor
@@ -219,7 +219,7 @@ class Warpgroup(NamedTuple):
     earlier: gl.shared_memory_descriptor
     zeroed: gl.shared_memory_descriptor
     turns: gl.shared_memory_descriptor
-    ring: Ring
+    ring: KeyValueRing
     seen: Seen
 
 

@@ -1,4 +1,4 @@
-"""The 8-bit matmul of sm_90 in Gluon: one warp copies, two warpgroups multiply and finish.
+"""The 8-bit matmul for Hopper (sm_90) in Gluon: one warp copies, two warpgroups multiply and finish.
 
-May import what `linear` may, and its epilogue and order of tiles; imported only where such a kernel is launched.
+May import what `linear` may, and linear's epilogue.py and matmul.py. Imported only when such a kernel is launched.
 """

@@ -1,10 +1,10 @@
-"""From one warpgroup's sums to its part of the output: all in fp32, one rounding at the end."""
+"""Epilogue of the Hopper matmul: from a warpgroup's sums to its output, in fp32, rounded once."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
-from ...gluon_names import barrier, store_tile
+from ...hopper_primitives import barrier, store_tile
 from ..epilogue import activated
 from .producer import residual_tile
 from .types import PART
@@ -12,16 +12,16 @@ from .types import PART
 
 @gluon.jit
 def load_vector(ptr, first, end, COUNT: gl.constexpr):
-    """COUNT numbers from `first` on, 0 from `end` on, spread over the threads: they wait in few registers."""
+    """Load COUNT numbers from `first` on, 0 from `end` on, spread over the threads to take few registers."""
     at = first + gl.arange(0, COUNT, gl.BlockedLayout([1], [32], [4], [0]))
     return gl.load(ptr + at, mask=at < end, other=0.0)
 
 
 @gluon.jit
 def finish(acc, x_scale, w_scale, bias, gate, KIND: gl.constexpr, SUMS: gl.constexpr):
-    """Outputs fp32 [rows, block_out] of sums [rows, block_n], but for the residual and a gate of each row.
+    """Turn sums [rows, block_n] into fp32 outputs [rows, block_out], without residual and gates by row.
 
-    x_scale, w_scale, bias and, where one serves all rows, gate: as `load_vector` returns them.
+    x_scale, w_scale, bias, gate: from `load_vector`. gate is used if one vector serves all rows.
     """
     COLUMN: gl.constexpr = gl.SliceLayout(0, SUMS)
     y = acc.to(gl.float32) * gl.convert_layout(x_scale, gl.SliceLayout(1, SUMS))[:, None]
@@ -51,16 +51,16 @@ def _times_gate(y, row, column, vectors, sizes):
 
 @gluon.jit
 def _halves(y):
-    """The left and the right half of a tile's columns; moves nothing between threads."""
+    """Return the left and right half of a tile's columns; no data moves between threads."""
     return gl.split(gl.permute(gl.reshape(y, (y.shape[0], 2, y.shape[1] // 2)), (0, 2, 1)))
 
 
 @gluon.jit
 def add_and_store(y, row, column, slot, phase, operands, HALF: gl.constexpr, FIRST: gl.constexpr, KIND: gl.constexpr):
-    """Gate of each row, residual, rounding, and the copy to memory, of outputs y that begin at (row, column).
+    """Apply gates by row, add the residual, round, and store outputs y, which begin at (row, column).
 
-    Halved until a slot of the ring holds the residual of that many columns. FIRST: of them in the tile. Returns the
-    next slot and its phase.
+    y is halved until a slot of the ring can hold the residual of its columns. FIRST: y's first column in the tile.
+    Returns: the next slot and its phase.
     """
     AT_ONCE: gl.constexpr = operands.residual_desc.block_type.shape[1]
     if y.shape[1] > AT_ONCE:
@@ -92,7 +92,7 @@ def _store(y, row, column, operands, HALF: gl.constexpr, FIRST: gl.constexpr, KI
         _store(right, row, column + MIDDLE, operands, HALF, FIRST + MIDDLE, KIND)
     else:
         buffer = operands.parts.index(HALF * KIND.buffers + FIRST // PART % KIND.buffers)
-        tma.store_wait(KIND.buffers - 1)  # until the copy engine has read what was there
+        tma.store_wait(KIND.buffers - 1)  # until the copy engine has read the buffer's last content
         barrier()
         buffer.store(y)
         fence_async_shared()

@@ -1,47 +1,47 @@
 """The 8-bit matmul for Hopper (sm_90) in Gluon: one warp copies, two warpgroups multiply and finish.
 
-Same mathematics as ../matmul.py. What Triton's own pipeliner can't give: the copies of the next tile run while a tile
-is finished, and the two warpgroups, each with half of a tile's rows, need not wait for each other.
+Same mathematics as ../matmul.py. Two things go beyond Triton's own pipeliner: copies for the next tile run while a
+tile is finished, and the two warpgroups, each with half of a tile's rows, need not wait for each other.
 
 Who waits for whom (slot s holds BLOCK_K channels of a tile's codes, or a part of its residual):
 
-    producer, 1 warp (producer.py)             ring (ring.py)            each warpgroup, half of the rows (sums.py)
+    producer, 1 warp (producer.py)             ring (../../ring.py)      each warpgroup, half of the rows (sums.py)
 
     acquire: wait for freed[s]    <─────────── freed[s] ───────────────  release, one turn later
     expect bytes, start copies    ──copies──>  x, w
                                   ──arrive──>  filled[s] ─────────────>  wait_filled, multiply
 
-    then, tile by tile (epilogue.py): scales, bias, activation, gate, residual, from the ring too; the copy engine
-    writes parts of the output from shared memory while the next ones, and the next tile, are computed.
+    then, for each tile (epilogue.py): scales, bias, activation, gate, and the residual, which comes through the ring
+    too; the copy engine writes pieces of the output from shared memory while the next ones are computed.
 
-Programs take tile after tile; where the last round of tiles has work for few of them, they share those tiles, some
-channels each, and ../parts.py adds up their sums (units.py).
+A unit is the work a program does at a time. Units are whole tiles first. If the last round of tiles has work for only
+a few programs, these tiles are shared: each unit multiplies some channels of one, its sums go to memory, and
+`_add_parts_kernel` (../matmul.py) adds them up.
 
-To read: types.py (what is handed on), units.py, ring.py, producer.py, sums.py, epilogue.py.
+Reading order: types.py (data passed between functions), ../../ring.py, producer.py, sums.py, epilogue.py.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from ...programmatic import let_next_launch_begin, wait_for_launch_before
+from ...hopper_primitives import let_next_launch_begin, wait_for_launch_before
+from ...ring import CodeRing
 from ..matmul import tile_of
 from .epilogue import add_and_store, finish, load_vector
-from .producer import copy_codes
-from .ring import Ring
-from .sums import fp8_sums, int8_sums
+from .producer import copy_codes, unit_of
+from .sums import fp8_sums, int8_sums, keep_sums
 from .types import BLOCK_K, PART, Kind, Operands, Sizes, Vectors
-from .units import keep_sums, unit_of
 
 
-# registers of a thread: what the producer does not need, the two warpgroups have
+# registers of a thread: the two warpgroups get those that the producer does not need
 _REGISTERS = gl.constexpr(240)
 _PRODUCER_REGISTERS = gl.constexpr(24)
 
 
 @gluon.jit
 def _sums(unit, slot, phase, operands, HALF: gl.constexpr, KIND: gl.constexpr, SUMS: gl.constexpr):
-    """One warpgroup's sums of a unit; then the next slot and its phase."""
+    """Return one warpgroup's sums of a unit, the next slot and its phase."""
     _, first, end = unit_of(unit, operands.sizes, KIND)
     depth = (end - first) * BLOCK_K
     if KIND.fp8:
@@ -53,7 +53,7 @@ def _sums(unit, slot, phase, operands, HALF: gl.constexpr, KIND: gl.constexpr, S
 
 @gluon.jit
 def _consume(operands, HALF: gl.constexpr, KIND: gl.constexpr):
-    """One warpgroup: its half of the rows of each of the program's tiles, of the whole ones first."""
+    """Run one warpgroup on its half of the rows: first whole tiles, then parts of shared ones."""
     SUMS: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, KIND.block_n, 32]
     )
@@ -65,7 +65,7 @@ def _consume(operands, HALF: gl.constexpr, KIND: gl.constexpr):
     for tile in range(gl.program_id(0), sizes.whole, sizes.programs):
         i, j = tile_of(tile, sizes.rows, sizes.columns, 2 * KIND.rows, KIND.block_n, KIND.group)
         row = (2 * i + HALF) * KIND.rows
-        # read before the loop that hides their latency
+        # loaded before the loop, which hides their latency
         x_scale = load_vector(vectors.x_scale_ptr, row, sizes.rows, KIND.rows)
         w_scale = load_vector(vectors.w_scale_ptr, j * KIND.block_n, sizes.columns, KIND.block_n)
         bias = w_scale
@@ -77,7 +77,7 @@ def _consume(operands, HALF: gl.constexpr, KIND: gl.constexpr):
         acc, slot, phase = _sums(tile, slot, phase, operands, HALF, KIND, SUMS)
         y = finish(acc, x_scale, w_scale, bias, gate, KIND, SUMS)
         slot, phase = add_and_store(y, row, j * BLOCK_OUT, slot, phase, operands, HALF, 0, KIND)
-    if KIND.split:  # apart from `finish`, beside which the loop over the slots spills registers (FP8, Triton 3.8)
+    if KIND.split:  # a loop without `finish`: in one with it, FP8 spills registers (Triton 3.8)
         for unit in range(sizes.whole + gl.program_id(0), sizes.units, sizes.programs):
             acc, slot, phase = _sums(unit, slot, phase, operands, HALF, KIND, SUMS)
             keep_sums(acc, unit, operands, HALF, KIND)
@@ -92,9 +92,13 @@ def linear_hopper_kernel(
     ACTIVATION: gl.constexpr, GATED: gl.constexpr, HAS_BIAS: gl.constexpr, GATE: gl.constexpr,
     HAS_RESIDUAL: gl.constexpr, FP8: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
-    """As `_linear_kernel`; descriptors of codes x [rows, depth], w [columns, depth], out and residual [rows,
-    columns_out]. What lies beyond their edges is read as zero and not written. SPLIT: of the tiles beyond `whole` the
-    sums of `parts` parts each go to sums [parts of tiles, BLOCK_M, BLOCK_N], for ../parts.py. Grid: programs."""
+    """Compute the same as `_linear_kernel`, for operands given as tensor descriptors.
+
+    Codes x [rows, depth] and w [columns, depth] give out [rows, columns_out]. x, w, out and residual are descriptors:
+    beyond their edges zeros are read and nothing is written.
+    SPLIT: tiles from number `whole` on are divided into `parts` parts each. Their sums go to sums [parts of all these
+    tiles, BLOCK_M, BLOCK_N], for `_add_parts_kernel`. Grid: `programs`.
+    """
     ROWS: gl.constexpr = BLOCK_M // 2
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     x_smem = gl.allocate_shared_memory(x_desc.dtype, [2 * SLOTS, ROWS, BLOCK_K], x_desc.layout)
@@ -107,7 +111,7 @@ def linear_hopper_kernel(
         mbarrier.init(freed.index(i), count=2)
     fence_async_shared()
 
-    ring = Ring(x=x_smem, w=w_smem, filled=filled, freed=freed, slots=SLOTS)
+    ring = CodeRing(x=x_smem, w=w_smem, filled=filled, freed=freed, slots=SLOTS)
     tiles = ((rows + BLOCK_M - 1) // BLOCK_M) * ((columns + BLOCK_N - 1) // BLOCK_N)
     sizes = Sizes(
         rows=rows, columns=columns, columns_out=columns_out, depth=depth, programs=programs,
@@ -139,7 +143,7 @@ def linear_hopper_kernel(
         [_REGISTERS, _PRODUCER_REGISTERS],
     )
 
-    # a barrier stays one until then, whatever else its memory is used for
+    # memory of a barrier must not be used for anything else before this
     for i in gl.static_range(SLOTS):
         mbarrier.invalidate(filled.index(i))
         mbarrier.invalidate(freed.index(i))

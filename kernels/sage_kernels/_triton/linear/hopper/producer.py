@@ -1,19 +1,42 @@
-"""The warp that copies: it keeps the ring full, across tiles, and so is a few slots ahead of the warpgroups."""
+"""The producer warp of the Hopper matmul: it keeps the ring full, also from one tile to the next."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from ...gluon_names import load_tile, reinterpret
+from ...hopper_primitives import load_tile, reinterpret
 from ..matmul import tile_of
 from .types import BLOCK_K
-from .units import unit_of
+
+
+@gluon.jit
+def unit_of(unit, sizes, KIND: gl.constexpr):
+    """Return a unit's tile and the range of its codes, counted in slots: (tile, first, end).
+
+    A slot has BLOCK_K channels. A unit is a whole tile or a part of a shared one. Parts begin with an even slot, since
+    FP8 sums two slots at a time.
+    """
+    slots = (sizes.depth + BLOCK_K - 1) // BLOCK_K
+    tile = unit
+    first = 0
+    end = slots
+    if KIND.split:
+        rest = unit - sizes.whole
+        part = rest % sizes.parts
+        pairs = (slots + 1) // 2
+        is_whole = rest < 0
+        tile = gl.where(is_whole, unit, sizes.whole + rest // sizes.parts)
+        first = gl.where(is_whole, 0, part * pairs // sizes.parts * 2)
+        end = gl.where(is_whole, slots, gl.minimum((part + 1) * pairs // sizes.parts * 2, slots))
+    return tile, first, end
 
 
 @gluon.jit
 def copy_codes(x_desc, w_desc, residual_desc, ring, sizes, KIND: gl.constexpr):
-    """Fill slot after slot as the warpgroups free them: BLOCK_K channels of a tile's codes, and behind the last ones
-    the tile's residual, where there is one."""
+    """Fill slot after slot as the warpgroups free them: a tile's codes, then its residual, if any.
+
+    A slot holds BLOCK_K channels of the codes.
+    """
     ROWS: gl.constexpr = KIND.rows
     BLOCK_N: gl.constexpr = KIND.block_n
     BLOCK_OUT: gl.constexpr = KIND.block_out
@@ -52,6 +75,6 @@ def _copy_residual(residual_desc, row, column, slot, phase, ring, KIND: gl.const
 
 @gluon.jit
 def residual_tile(ring, slot, half, residual_desc):
-    """A warpgroup's codes in a slot, as that many bytes of the residual."""
+    """Return a warpgroup's memory in a slot as a tile of the residual. half: which warpgroup."""
     memory = ring.x.index(2 * slot + half)
     return reinterpret(memory, residual_desc.dtype, residual_desc.block_type.shape, residual_desc.layout)

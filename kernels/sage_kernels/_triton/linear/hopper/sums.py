@@ -1,4 +1,4 @@
-"""One warpgroup's sums of products of codes, over the slots of one tile."""
+"""Sums of products of codes in one warpgroup, over the slots of one tile or part of a tile."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -12,9 +12,10 @@ _HALF = gl.constexpr(64)  # rows of one instruction
 
 @gluon.jit
 def int8_sums(ring, slot, phase, depth, HALF: gl.constexpr, KIND: gl.constexpr, SUMS: gl.constexpr):
-    """Exact int32 [rows, columns] of one tile; then the next slot and its phase. HALF: which of the two warpgroups.
+    """Multiply INT8 codes over the slots of one unit; sums are exact, int32 [rows, columns].
 
-    The products of one slot run while the next one's are started: a slot is freed one turn later.
+    Products of a slot run while those of the next one are started, so a slot is freed one turn later.
+    HALF: which of the two warpgroups. Returns: the sums, the next slot and its phase.
     """
     acc = gl.zeros((KIND.rows, KIND.block_n), gl.int32, SUMS)
     ring.wait_filled(slot, phase)
@@ -38,7 +39,10 @@ def int8_sums(ring, slot, phase, depth, HALF: gl.constexpr, KIND: gl.constexpr, 
 
 @gluon.jit
 def _two_slots(ring, slot, after, zero, FIRST: gl.constexpr, HALF: gl.constexpr, LAST: gl.constexpr):
-    """Products of 64 rows, from FIRST on, over two slots that are filled. LAST: these rows free them, each at once."""
+    """Return the sums of 64 rows, from FIRST on, over two filled slots.
+
+    LAST: no other rows need the slots, so free each as soon as possible.
+    """
     x = ring.x.index(2 * slot + HALF).slice(FIRST, _HALF, 0)
     part = warpgroup_mma(x, ring.w.index(slot).permute((1, 0)), zero, use_acc=False, is_async=True)
     part = warpgroup_mma_wait(num_outstanding=1, deps=(part,))
@@ -62,11 +66,11 @@ def _one_slot(ring, slot, zero, FIRST: gl.constexpr, HALF: gl.constexpr):
 
 @gluon.jit
 def fp8_sums(ring, slot, phase, depth, HALF: gl.constexpr, KIND: gl.constexpr, SUMS: gl.constexpr):
-    """fp32 [rows, columns], otherwise as `int8_sums`.
+    """Multiply FP8 codes over the slots of one unit, like `int8_sums`; sums are fp32 [rows, columns].
 
-    FP8 matrix units cut off what they add to a long sum: they sum two slots' products at most, and those sums are
-    added in fp32. That takes registers for both, so a warpgroup's rows are multiplied 64 at a time; meanwhile the
-    other warpgroup keeps the matrix units busy.
+    FP8 tensor cores truncate terms of a long sum. So they sum two slots at most, and these sums are added in fp32.
+    That needs registers for both sums, so a warpgroup multiplies 64 of its rows at a time; meanwhile the other
+    warpgroup keeps the tensor cores busy.
     """
     zero = gl.zeros((_HALF, KIND.block_n), gl.float32, SUMS)
     upper = zero
@@ -87,7 +91,19 @@ def fp8_sums(ring, slot, phase, depth, HALF: gl.constexpr, KIND: gl.constexpr, S
         ring.release(slot)
         slot, phase = ring.following(slot, phase)
     acc = upper
-    if KIND.rows > _HALF:  # moves nothing between threads
+    if KIND.rows > _HALF:  # no data moves between threads
         both = gl.permute(gl.join(upper, lower), (2, 0, 1))
         acc = gl.convert_layout(gl.reshape(both, (KIND.rows, KIND.block_n)), SUMS)
     return acc, slot, phase
+
+
+@gluon.jit
+def keep_sums(acc, unit, operands, HALF: gl.constexpr, KIND: gl.constexpr):
+    """Write a warpgroup's sums of a part of a tile to sums_ptr [parts of tiles, rows of a tile, columns]."""
+    SUMS: gl.constexpr = acc.type.layout
+    m = HALF * KIND.rows + gl.arange(0, KIND.rows, gl.SliceLayout(1, SUMS))
+    n = gl.arange(0, KIND.block_n, gl.SliceLayout(0, SUMS))
+    first = (unit - operands.sizes.whole).to(gl.int64) * (2 * KIND.rows * KIND.block_n)
+    # converted to 64 bits before `first` is added: otherwise the loop before this spills registers
+    at = (m[:, None] * KIND.block_n + n[None, :]).to(gl.int64) + first
+    gl.store(operands.sums_ptr + at, acc)

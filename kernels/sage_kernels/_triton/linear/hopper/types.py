@@ -1,20 +1,22 @@
-"""What the functions of the Hopper matmul hand each other, by name; the ring, which has methods, is in ring.py."""
+"""Named tuples that the functions of the Hopper matmul pass to each other."""
 
 from typing import NamedTuple
 
 from triton.experimental.gluon import language as gl
 
-from .ring import Ring
+from ...ring import CodeRing
 
 
-BLOCK_K = gl.constexpr(128)  # bytes of a row of codes in a slot: what the copy engine swizzles at once
-PART = gl.constexpr(32)  # columns of the output that are stored together
+BLOCK_K = gl.constexpr(128)  # bytes of a row of codes in a slot: the widest swizzle of the copy engine
+PART = gl.constexpr(32)  # columns of the output stored at a time
 
 
 class Sizes(NamedTuple):
-    """x [rows, depth] and w [columns, depth] give out [rows, columns_out]; each program takes every `programs`-th of
-    the `units`: `whole` tiles, then `parts` parts of each of the other tiles (units.py). If there are others, `whole`
-    is a multiple of `programs`."""
+    """Sizes of the matmul: x [rows, depth] times w [columns, depth] gives out [rows, columns_out].
+
+    Each of the `programs` takes every `programs`-th unit, of `units` in all. Units are the `whole` tiles, then `parts`
+    parts of each remaining tile (`unit_of`). If tiles remain, `whole` is a multiple of `programs`.
+    """
 
     rows: gl.tensor
     columns: gl.tensor
@@ -27,8 +29,10 @@ class Sizes(NamedTuple):
 
 
 class Vectors(NamedTuple):
-    """Scales of rows and columns, the bias, and the gate with its strides: row r of the output is multiplied by the
-    gate of sample r / tokens and token r % tokens."""
+    """Scales of rows and columns, the bias, and the gate with its strides.
+
+    Row r of the output is multiplied by the gate of sample r // tokens and token r % tokens.
+    """
 
     x_scale_ptr: gl.tensor
     w_scale_ptr: gl.tensor
@@ -40,10 +44,15 @@ class Vectors(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """What both warpgroups are started with. out_desc, residual_desc: descriptors; parts: shared memory [2 · buffers,
-    rows of a warpgroup, PART] from which the output is copied; sums_ptr: where the sums of parts of tiles go."""
+    """Arguments of both warpgroups.
 
-    ring: Ring
+    Attributes:
+        out_desc, residual_desc: tensor descriptors.
+        parts: shared memory [2 · buffers, rows of a warpgroup, PART], from which the output is copied.
+        sums_ptr: memory for the sums of parts of tiles.
+    """
+
+    ring: CodeRing
     parts: gl.shared_memory_descriptor
     out_desc: gl.tensor
     residual_desc: gl.tensor
@@ -53,11 +62,14 @@ class Operands(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """What the kernel is compiled for.
+    """Compile-time constants of the kernel. Those not listed are as in ../matmul.py.
 
-    rows: of a warpgroup, half of a tile's; block_n: columns of a tile, block_out: of its output; group: rows of tiles
-    walked together; buffers: of `Operands.parts`, one warpgroup's; split: the last tiles are multiplied in parts; the
-    others as in ../matmul.py.
+    Attributes:
+        rows: of a warpgroup, half of a tile's.
+        block_n, block_out: columns of a tile, and of its output (half as many if gated).
+        group: rows of tiles walked together, see `tile_of`.
+        buffers: of `Operands.parts`, for each warpgroup.
+        split: the last tiles are multiplied in parts.
     """
 
     rows: gl.constexpr
