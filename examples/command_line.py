@@ -1,4 +1,4 @@
-"""The one command line of the examples: the same options, messages of one line, and what is shown at the end.
+"""The command line that all examples share: options, messages of one line, and the results at the end.
 
 An example makes a `CommandLine`, loads its pipeline in `with line.loading(...)`, swaps attention, and calls `show`.
 """
