@@ -1,7 +1,7 @@
-"""What video.py makes of tables of clips: numbers of one run apart from those of others, a table and a figure of them.
+"""Tables and figures of clips for the notebook video.py, run by run.
 
-A run is a pipeline at one size of clips on one device: its numbers compare with each other alone, since stock clips of
-another device are other clips.
+A run is a pipeline at one size of clips on one device. Its numbers can't be compared with another run's, since stock
+clips of another device are different clips.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sage_processors.evaluation.picture_report import Row
 
 
 class Run(NamedTuple):
-    """Where numbers are from: clips of a size, the device that drew them, denoising steps."""
+    """Origin of numbers: pipeline with the size of clips, device, and denoising steps."""
 
     pipeline: str
     device: str
@@ -32,7 +32,7 @@ Numbers = dict[tuple[str, str], Row]  # of a label and a metric
 
 
 def by_run(table: Iterable[dict[str, str]]) -> dict[Run, dict[str, Numbers]]:
-    """{run: {recipe, or "stock": its numbers}}, in the table's order; the last of equal keys counts."""
+    """Return {run: {recipe or "stock": numbers}}, in the table's order. The last of equal keys counts."""
     found: dict[Run, dict[str, Numbers]] = {}
     for line in table:
         (row,) = measure.as_rows([line])
@@ -42,13 +42,16 @@ def by_run(table: Iterable[dict[str, str]]) -> dict[Run, dict[str, Numbers]]:
 
 
 def recipes(own: dict[str, Numbers]) -> dict[str, list[Row]]:
-    """Rows of every recipe of a run, stock's in front."""
+    """Return the rows of every recipe of a run, with stock's row in front."""
     stock = list(own.get("stock", {}).values())
     return {recipe: [*stock, *numbers.values()] for recipe, numbers in own.items() if recipe != "stock"}
 
 
 def shown(row: Row | None, digits: int, unit: float = 1.0) -> str:
-    """ "value [low, high]", each times `unit`; one number where both ends are it, "–" where there is none."""
+    """Return "value [low, high]", each times `unit`.
+
+    It is the value alone without an interval, and "–" for None.
+    """
     if row is None:
         return "–"
     value, low, high = (f"{x * unit:.{digits}f}" for x in row.interval)
@@ -56,7 +59,7 @@ def shown(row: Row | None, digits: int, unit: float = 1.0) -> str:
 
 
 def compared(found: dict[Run, dict[str, Numbers]], metric: str):
-    """A figure of one metric: a panel per run, a line per scaling, a colour per recipe, bars for the intervals."""
+    """Draw a figure of one metric: a panel per run, a line per scaling, a colour per recipe, error bars."""
     names = sorted({recipe for own in found.values() for recipe in own if recipe != "stock"})
     labels = {
         run: list(dict.fromkeys(label for recipe in names for label, of in own.get(recipe, {}) if of == metric))
@@ -82,14 +85,14 @@ def compared(found: dict[Run, dict[str, Numbers]], metric: str):
 
 
 def points(axes, pairs: Sequence[tuple[Interval, Interval]], label: str, style: dict) -> None:
-    """Markers at (x, y) with their intervals, into matplotlib Axes."""
+    """Draw markers at (x, y) with their intervals into matplotlib Axes."""
     spread = [[[c.value - c.low for c in ends], [c.high - c.value for c in ends]] for ends in zip(*pairs, strict=True)]
     (x, y) = ([c.value for c in ends] for ends in zip(*pairs, strict=True))
     axes.errorbar(x, y, xerr=spread[0], yerr=spread[1], ls="none", capsize=2, lw=1, label=label, **{"ms": 5, **style})
 
 
 def legend(figure) -> None:
-    """One legend below all panels of a matplotlib Figure: every label once, three a line."""
+    """Draw one legend below all panels of a matplotlib Figure: every label once, three per line."""
     found: dict[str, object] = {}
     for axes in figure.axes:
         handles, labels = axes.get_legend_handles_labels()
@@ -98,7 +101,7 @@ def legend(figure) -> None:
 
 
 def obedience(own: dict[str, Numbers]) -> str:
-    """Markdown: how many prompts stock and each variant of a run obey, and how many points that is from stock's."""
+    """Return Markdown: the share of prompts that stock and each variant obey, and the difference."""
     stock = own["stock"]["stock", "obeyed_mean"]
     lines = []
     for recipe, numbers in own.items():

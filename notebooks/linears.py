@@ -46,7 +46,7 @@ LIVE = {
     },
     "small": {"tiny_sd": measure.Size(images=1, steps=2, batch=1)},
 }[SIZE]
-RUNGS = {"full": 8, "small": 2}[SIZE]
+CANDIDATES = {"full": 8, "small": 2}[SIZE]
 torch.set_num_threads(1)
 work = tempfile.TemporaryDirectory()
 run = {
@@ -57,7 +57,7 @@ ALONE = {"linears": {"format": "int8", "min_features": 0}, "layers": {"*": {"rec
 
 
 def draw(name: str, config=None) -> torch.Tensor:
-    """Pictures drawn with the options; None: stock."""
+    """Draw pictures with the options; None: with stock."""
     at = run[name]
     if config is None:
         return torch.cat([at.draw(batch) for batch in at.batches])
@@ -69,7 +69,7 @@ stock = {name: draw(name) for name in run}
 
 
 def psnr_of(name: str, config) -> metrics.Interval:
-    """Mean PSNR to the stock pictures, dB, with its interval."""
+    """Return the mean PSNR to the stock pictures, dB, with its interval."""
     return metrics.mean_interval(metrics.psnr(draw(name, config), stock[name]).clamp(max=PSNR_CEILING))
 
 
@@ -130,7 +130,7 @@ for name, at in run.items():
 # %% [markdown]
 # ## What is left when layers stay in 16 bit
 #
-# Rules that name no model's layers, then the ladder of `calibrate`: whatever takes most error away for its operations
+# Rules that name no model's layers, then the candidates of `calibrate`: what takes most error away for its operations
 # goes first.
 
 # %%
@@ -142,7 +142,7 @@ DOWN, OUT, UP = ("*.net.2", "*single*.proj_out"), ("*.to_out.0", "*.to_add_out")
 
 
 def kept(name: str, patterns) -> sp.SageAttnProcessor:
-    """Linear layers in 8 bit but for those that match; some pipelines have none of them."""
+    """Return options with linear layers in 8 bit, except those that match one of the patterns."""
     names = choices[name].layers
     found = [p for p in patterns if any(fnmatchcase(layer, p) for layer in names)]
     return sp.SageAttnProcessor(**ALONE).with_rules(*(sp.LayerRule(p, linears="none") for p in found))
@@ -169,12 +169,12 @@ for name in run:
     for label, patterns in rules.items():
         config = kept(name, patterns)
         results[name]["rule", label] = share_of(name, config), psnr_of(name, config)
-    ladder = choices[name].ladder(sp.SageAttnProcessor(**ALONE))
-    wanted = [0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.5, 0.3][:RUNGS]
+    candidates = choices[name].candidates(sp.SageAttnProcessor(**ALONE))
+    wanted = [0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.5, 0.3][:CANDIDATES]
     for share in wanted:
-        rung = min(ladder, key=lambda config: abs(choices[name].share(config) - share))
-        found = choices[name].share(rung)
-        results[name]["measured", f"{len(rung.rules('linears'))} layers by their error"] = found, psnr_of(name, rung)
+        best = min(candidates, key=lambda config: abs(choices[name].share(config) - share))
+        found = choices[name].share(best)
+        results[name]["measured", f"{len(best.rules('linears'))} layers by their error"] = found, psnr_of(name, best)
     attention[name] = psnr_of(name, sp.SageAttnProcessor())
 
 # %%
@@ -204,7 +204,7 @@ Image(drawing.save(figure, FIGURES / "psnr_by_linear_share.png"))
 
 # %% [markdown]
 # On `tiny_sd` nothing that leaves 70 % of the operations in 8 bit comes within 6 dB of attention alone. The best that
-# does is a rule, the feed-forward layers' way down in 16 bit; the ladder passes it by further up alone. On `tiny_flux`
+# does is a rule, the feed-forward layers' way down in 16 bit; only later candidates surpass it. On `tiny_flux`
 # linear layers cost no more than attention to begin with, and that rule takes more of the operations for less. The
 # intervals of so few pictures are wide, so small differences say nothing. By default the package protects modulation
 # and embeddings only; more than that is a rule in `layers`, or a budget that `calibrate` is given.

@@ -57,7 +57,7 @@ alphas, words = pipe.scheduler.alphas_cumprod, tiny_data.captions()
 
 @torch.no_grad()
 def examples(count: int, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
-    """What v-prediction learns from: noisy latents, timesteps, text, and the velocity to predict."""
+    """Return data for v-prediction: noisy latents, timesteps, text, and the velocity to predict."""
     scene = tiny_data.sample_scene(count, torch.device("cpu"), generator)
     pictures = tiny_data.draw(scene, PIXELS, generator).roll(1, 1)
     latents = pipe.vae.encode(pictures).latent_dist.mode() * pipe.vae.config.scaling_factor
@@ -72,7 +72,7 @@ def examples(count: int, generator: torch.Generator) -> tuple[torch.Tensor, ...]
 
 
 def loss_of(unet, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """Mean squared error of the predicted velocity."""
+    """Return the mean squared error of the predicted velocity."""
     noisy, steps, text, velocity = batch
     return F.mse_loss(unet(noisy, steps, encoder_hidden_states=text, return_dict=False)[0], velocity)
 
@@ -81,7 +81,7 @@ held_out = examples(LIVE.judged, torch.Generator().manual_seed(measure.SCENE_SEE
 
 
 def fresh(seed: int):
-    """(the model with a new LoRA in training mode, the LoRA's parameters)."""
+    """Return the model with a new LoRA in training mode, and the LoRA's parameters."""
     unet = copy.deepcopy(pipe.unet).requires_grad_(False)
     torch.manual_seed(seed)
     unet.add_adapter(LoraConfig(r=8, lora_alpha=8, target_modules=["to_q", "to_k", "to_v", "to_out.0"]))
@@ -126,7 +126,7 @@ Markdown(markdown_table(["", "value"], lines))
 
 # %%
 def train(seed: int, config: sp.SageAttnProcessor | None) -> list[float]:
-    """Held-out loss, by exact attention, before and after every few steps."""
+    """Train, and return the held-out losses with stock attention, one for every few steps."""
     unet, parameters = fresh(seed)
     optimizer = torch.optim.AdamW(parameters, lr=RATE)
     generator = torch.Generator().manual_seed(1000 + seed)

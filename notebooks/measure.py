@@ -1,12 +1,12 @@
-"""Draw pictures with stock attention and with every recipe x scaling, and write what psnr_fid_comparison.py shows.
+"""Draw pictures with stock attention and every recipe x scaling, and write a table of their quality.
 
     python notebooks/measure.py --device cuda --images 256 --steps 25 --batch 32 --work measured
     python notebooks/measure.py --work measured_cpu                        # the CPU's small run
-    … --minutes 9                                                          # stop in time; the same command goes on
+    … --minutes 9                                                          # stop in time; the same command continues
 
-Every batch of pictures is a chunk of its own in the work folder, and its numbers do not depend on the batches before:
-an interrupted run and an uninterrupted one write the same table. Prompts and true pictures are drawn from one
-distribution (examples/tiny_data.py), so that feature-FD compares like with like.
+The notebook psnr_fid_comparison.py shows the table. Every batch of pictures is a file in the work folder, and its
+numbers do not depend on earlier batches: an interrupted run and an uninterrupted one write the same table. Prompts and
+true pictures are drawn from one distribution (examples/tiny_data.py), so feature-FD compares like with like.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ from sage_processors.option_groups import SCALINGS  # noqa: E402
 
 COLUMNS = ("pipeline", "recipe", "scaling", "device", "steps", "images", "metric", "unit", "value", "low", "high")
 PIXELS = 128
-SCENE_SEED = 77  # of prompts and true pictures: neither trained the pipelines (seed 0 on) nor the classifier
-FIRST_SEED = 5000  # of the noise: chose no setting
+SCENE_SEED = 77  # of prompts and true pictures; unused in training, of the pipelines (from seed 0) and the classifier
+FIRST_SEED = 5000  # of the noise; unused when settings were chosen
 TRUE_PICTURES = 2048
 
 
 class Size(NamedTuple):
-    """How much to draw: pictures per variant, denoising steps, pictures per pipeline call."""
+    """Size of a measurement: pictures per variant, denoising steps, pictures per pipeline call."""
 
     images: int
     steps: int
@@ -60,7 +60,7 @@ class Size(NamedTuple):
 
 
 def variants(recipe: str) -> dict[str, quality.Variant]:
-    """Every way of scaling that this version knows, by name. INT-FlashAttention's recipes have but one."""
+    """Return a variant for every scaling, by name. INT-FlashAttention's recipes have only one."""
     if RECIPES[recipe].plain:
         config = sp.SageAttnProcessor(recipe=recipe, scaling="dynamic", min_tokens=quality.MIN_TOKENS)
         return {"dynamic": quality.Variant("dynamic", config)}
@@ -75,9 +75,9 @@ def variants(recipe: str) -> dict[str, quality.Variant]:
 
 
 def load(name: str | Path, device: str):
-    """An embedded pipeline, or that of a folder: fp32 on a CPU, bf16 on a GPU.
+    """Load an embedded pipeline or that of a folder, in fp32 on a CPU and bf16 on a GPU.
 
-    A name that ends in _hard has outliers in Q and K.
+    A suffix _hard of the name is ignored.
     """
     from diffusers import DiffusionPipeline
 
@@ -91,14 +91,14 @@ def load(name: str | Path, device: str):
 
 
 def prompts(count: int) -> list[str]:
-    """Captions of drawn scenes, the same for every variant; another count gives others."""
+    """Return captions of drawn scenes, the same for every variant. Another count gives other captions."""
     scene = tiny_data.sample_scene(count, torch.device("cpu"), torch.Generator().manual_seed(SCENE_SEED))
     texts = tiny_data.captions()
     return [texts[i] for i in scene.caption_index().tolist()]
 
 
 def true_features(count: int, model) -> torch.Tensor:
-    """Features fp64 [count, 32] of drawn pictures, of the same scenes' distribution as the prompts."""
+    """Return features, fp64 [count, 32], of drawn pictures with the prompts' distribution of scenes."""
     generator = torch.Generator().manual_seed(SCENE_SEED + 1)
     found = []
     for start in range(0, count, 64):
@@ -108,13 +108,18 @@ def true_features(count: int, model) -> torch.Tensor:
 
 
 class Measurement:
-    """All variants of one pipeline, chunk by chunk in `folder`.
+    """Measurement of all variants of one pipeline, batch by batch.
 
-    Args: name: embedded pipeline, or one with "_hard" behind it. size, device: what and where. folder: of the chunks;
-        chunks of another size or device in it are an error. texts: one prompt per picture; None: `prompts`.
+    The numbers of a batch are in a file of their own, a chunk.
+
+    Args:
+        name: of an embedded pipeline; with "_hard" appended, outliers are planted in Q and K.
+        size, device: of the measurement.
+        folder: of the chunks. Chunks of another size, device or commit in it are an error.
+        texts: one prompt per picture; None: `prompts`.
     """
 
-    kind: type = Pictures  # what is kept of a batch
+    kind: type = Pictures  # class of a batch's numbers
 
     def __init__(self, name: str, size: Size, device: str, folder: Path, texts: list[str] | None = None):
         self.name, self.size, self.device = name, size, device
@@ -127,7 +132,7 @@ class Measurement:
         self.batches = [range(s, min(s + size.batch, size.images)) for s in range(0, size.images, size.batch)]
 
     def loaded(self) -> tuple[Any, dict]:
-        """The pipeline, and arguments of its call."""
+        """Return the pipeline, and arguments of its call."""
         return load(self.name, self.device), pipelines.call_arguments(self.name.removesuffix("_hard"))
 
     def _check_same(self, options: dict) -> None:
@@ -139,13 +144,13 @@ class Measurement:
         write_whole(path, json.dumps(options))
 
     def planted(self):
-        """Context in which the pipeline is the one that the name says."""
+        """Return a context in which a pipeline with "_hard" in its name has outliers."""
         hard = self.name.endswith("_hard")
         denoiser = getattr(self.pipe, "unet", None) or self.pipe.transformer
         return hard_variants.inject_outliers(denoiser) if hard else nullcontext()
 
     def draw(self, batch: range, first_seed: int = FIRST_SEED) -> torch.Tensor:
-        """Pictures [len(batch), 3, 128, 128] in [0, 1] of the prompts in `batch`."""
+        """Draw pictures [len(batch), 3, 128, 128] in [0, 1] for the prompts in `batch`."""
         texts = [self.texts[i] for i in batch]
         seeds = [first_seed + i for i in batch]
         return quality.generate(self.pipe, texts, seeds, steps=self.size.steps, **self.arguments)
@@ -154,19 +159,19 @@ class Measurement:
         return self.folder / f"{variant}-{index}.pt"
 
     def stock(self, index: int) -> torch.Tensor:
-        """Stock pictures of batch `index`, drawn once."""
+        """Return the stock pictures of batch `index`, which are drawn once."""
         return self._kept("stock", index, lambda: {"images": self.draw(self.batches[index])})["images"]
 
     def _kept(self, variant: str, index: int, make) -> dict:
         path = self._chunk(variant, index)
         if not path.is_file():
             made = make()
-            with whole_file(path) as file:  # a chunk is whole or not there
+            with whole_file(path) as file:  # so a chunk is never half written
                 torch.save(made, file)
         return torch.load(path, weights_only=True)
 
     def run(self, variant: quality.Variant, over=lambda: False) -> bool:
-        """Draw what is missing of a variant; False if `over()` said to stop before the end."""
+        """Draw the missing batches of a variant. Returns False if `over()` stopped it before the end."""
         missing = [i for i in range(len(self.batches)) if not self._chunk(variant.name, i).is_file()]
         if not missing:
             return True
@@ -196,19 +201,19 @@ class Measurement:
         return {**kept, "int8_calls": found.calls, "exact_calls": sum(found.fallbacks.values()), "beyond": beyond}
 
     def kept(self, label: str, images: torch.Tensor, stock: torch.Tensor, index: int) -> dict:
-        """What a chunk holds of batch `index`."""
+        """Return the content of the chunk of batch `index`."""
         return asdict(self.kind.measure(label, images, stock, self.model))
 
     def _chunks(self, variant: str) -> list[dict]:
         return [torch.load(self._chunk(variant, i), weights_only=True) for i in range(len(self.batches))]
 
     def sets(self, names: list[str]) -> list:
-        """What was kept of each variant, one `kind` of all batches."""
+        """Return the numbers of each variant, joined over all batches."""
         fields = self.kind.__dataclass_fields__
         return [self.kind.join([self.kind(**{k: c[k] for k in fields}) for c in self._chunks(name)]) for name in names]
 
     def _scales(self, variant, handle) -> Path:
-        """What a first, unmeasured run leaves, in a file: every batch starts from it, whatever ran before."""
+        """Return a file with the scales of a first, unmeasured run, from which every batch starts."""
         path = self.folder / f"{variant.name}.safetensors"
         if not path.is_file():
             handle.reset()
@@ -217,7 +222,7 @@ class Measurement:
         return path
 
     def rows(self, recipe: str, names: list[str], real: torch.Tensor) -> list[dict]:
-        """The finished table of this pipeline, one dict of COLUMNS per number."""
+        """Return the finished table of this pipeline, one dict of COLUMNS per number."""
         stock = torch.cat([self.stock(i) for i in range(len(self.batches))])
         return self._table(report(self.sets(names), features(stock, self.model), real), recipe)
 
@@ -235,12 +240,12 @@ def _cells(row: Row) -> dict:
 
 
 def device_name(device: str) -> str:
-    """What the table calls it: the GPU's name, or cpu."""
+    """Return the device's name in the table: the GPU's name, or cpu."""
     return torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else "cpu"
 
 
 def read_table(path: Path) -> list[dict[str, str]]:
-    """Rows of a table of this script; [] where there is none yet."""
+    """Read the rows of a table of this script; [] if there is none yet."""
     if not path.is_file():
         return []
     with path.open(newline="", encoding="utf-8") as file:
@@ -248,7 +253,7 @@ def read_table(path: Path) -> list[dict[str, str]]:
 
 
 def as_rows(table: list[dict[str, str]]) -> list[Row]:
-    """A table's numbers as the rows that `picture_report` shows."""
+    """Return a table's numbers as rows of `picture_report`."""
     return [
         Row(r["scaling"], r["metric"], r["unit"], *(float(r[n]) for n in ("value", "low", "high")), int(r["images"]))
         for r in table
@@ -256,7 +261,7 @@ def as_rows(table: list[dict[str, str]]) -> list[Row]:
 
 
 def write_table(path: Path, rows: list[dict]) -> None:
-    """Put rows into the table: those of the same pipeline, recipe and device are replaced, others stay."""
+    """Write rows into the table. Those of the same pipeline, recipe and device are replaced, others stay."""
     done = {(r["pipeline"], r["recipe"], r["device"]) for r in rows}
     kept = [r for r in read_table(path) if (r["pipeline"], r["recipe"], r["device"]) not in done]
     text = io.StringIO()
@@ -267,7 +272,7 @@ def write_table(path: Path, rows: list[dict]) -> None:
 
 
 def append_to_results(path: Path, rows: list[dict]) -> None:
-    """The same numbers as rows of results.csv; p20 and p80 stay empty, an interval is not a percentile."""
+    """Append the numbers to results.csv. p20 and p80 stay empty, since an interval is not a percentile."""
     for row in rows:
         append_row(
             path, gpu=row["device"], suite="quality", case=f"{row['pipeline']}/{row['scaling']}",
@@ -278,8 +283,10 @@ def append_to_results(path: Path, rows: list[dict]) -> None:
 
 
 def run_variants(measurement: Measurement, label: str, recipe: str, only: list[str] | None, deadline: float):
-    """Measure the variants of a recipe, or `only` some. Returns the names of those that are done, and how many are
-    not."""
+    """Measure the variants of a recipe, or `only` some.
+
+    Returns: the names of the finished ones, and the number of the others.
+    """
     done, unfinished = [], 0
     for variant in variants(recipe).values():
         if only and variant.name not in only:
@@ -294,7 +301,7 @@ def run_variants(measurement: Measurement, label: str, recipe: str, only: list[s
 
 
 def finish(table: list[dict], unfinished: int, out: Path, results: Path | None) -> int:
-    """Write the table, if it is whole. Returns the exit status."""
+    """Write the table if it is complete. Returns the exit status."""
     if unfinished:
         print(f"{unfinished} variants are not done: run the same command again", flush=True)
         return 3

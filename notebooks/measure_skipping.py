@@ -1,14 +1,14 @@
-"""Leave out key tiles of tiny_wan's largest clips within several limits, then let calibrate choose; for video.py.
+"""Measure skipped key tiles on tiny_wan's largest clips, with several limits and as calibrate chooses.
 
     python notebooks/measure_skipping.py --device cuda --clips 64 --steps 25 --work measured_skipping
     … --part switched                 beside the one above, so that it finds this part done
     … --device cpu --size small --clips 4 --steps 6 --batch 2 --search 2 --work probe --out probe.csv
 
-The clips are those of measure_video.py, whose prompts calibrate does not see. "dense" leaves out nothing. "calibrated"
-is what `sp.calibrate` found for LOSS_DB less than dense, on other prompts, and written as a policy to the work folder;
-what it measured there, on as many fresh prompts as it searched with, are the rows "promised_…".
-The same variants are also drawn with prompts that change in the middle of a run, where what earlier steps showed is no
-longer true. Every number is against stock attention, which is given the same prompts.
+The notebook video.py shows the table. Clips are those of measure_video.py. "dense" skips nothing. "calibrated" has the
+options of `sp.calibrate` for a target of LOSS_DB below dense, found on other prompts and written as a policy to the
+work folder. Rows "promised_…" are its own measurements, on as many fresh prompts as it searched with.
+The same variants are also drawn with prompts that change in the middle of a run, so that the measurements of earlier
+steps are no longer true. All numbers are relative to stock attention with the same prompts.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from sage_processors.files.whole_file import check_output
 
 LIMITS = (0.003, 0.01, 0.03, 0.1, 0.3)
 LOSS_DB = 3.0
-SEARCH_SEED = 78  # of the prompts that calibrate sees
-SWITCH_AT = 850.0  # timestep of 1000, below which every clip of a batch is asked for its neighbour's prompt
+SEARCH_SEED = 78  # of the prompts for calibrate
+SWITCH_AT = 850.0  # timestep (of 1000) below which every clip of a batch gets its neighbour's prompt
 
 
 def options(**fields) -> sp.SageAttnProcessor:
@@ -44,7 +44,7 @@ def options(**fields) -> sp.SageAttnProcessor:
 
 
 class SkipMeasurement(measure_video.ClipMeasurement):
-    """Also keeps how much was left out; with `switched`, prompts change in the middle of a run."""
+    """Measurement of clips and of their skipped tiles. switched: prompts change in the middle of a run."""
 
     def __init__(self, size: str, count: measure.Size, device: str, folder: Path, switched: bool):
         super().__init__(size, count, device, folder / ("switched" if switched else "steady"))
@@ -69,12 +69,15 @@ class SkipMeasurement(measure_video.ClipMeasurement):
             found.append(Row(name, "skipped_mean", "1", *mean_interval(share), count))
             found.append(Row(name, "lost_max", "1", *(lost.max().item(),) * 3, count))
         rows = super().rows(recipe, names, real) + self._table(found, recipe)
-        # nobody can say which of two prompts a clip should show
+        # with two prompts in a run, it is undefined which one a clip should show
         return [row for row in rows if not (self.switched and row["metric"] == "obeyed_mean")]
 
     def promised(self, result: dict, clips: int) -> list[dict]:
-        """Rows of what calibrate measured on fresh prompts of its own: PSNR, dB, and the share left out, here of the
-        pairs of tiles of all calls. result: of a Calibration; clips: how many it drew for it."""
+        """Return rows of calibrate's own measurement on fresh prompts.
+
+        They are PSNR, dB, and the skipped share of the tile pairs of all calls. result: of a Calibration. clips: their
+        number.
+        """
         named = (("promised_psnr_db", "dB", result["psnr_db"]), ("promised_skipped", "1", result["skipped_fraction"]))
         rows = [Row("calibrated", name, unit, value, value, value, clips) for name, unit, value in named]
         return self._table(rows, DEFAULT_RECIPE)
@@ -89,7 +92,7 @@ def switch_prompts(module, inputs, named):
 def chosen(
     measurement: SkipMeasurement, target: float, search: int, work: Path
 ) -> tuple[sp.SageAttnProcessor, list[dict]]:
-    """What calibrate finds on prompts of its own, as a new process would load it, and the rows of what it promises."""
+    """Run calibrate on prompts of its own. Returns the options from the policy, and `promised` rows."""
     words = tiny_videos.captions()
     texts = [words[i] for i in measure_video.scenes(2 * search, SEARCH_SEED).caption_index().tolist()]
     found = sp.calibrate(

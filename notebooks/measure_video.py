@@ -1,11 +1,12 @@
-"""Draw clips with stock attention and with every recipe x scaling, and write what video.py shows.
+"""Draw clips with stock attention and every recipe x scaling, and write a table of their quality.
 
     python notebooks/measure_video.py --device cuda --clips 64 --steps 25 --batch 16 --work measured_video
     python notebooks/measure_video.py --device cuda --size long --clips 64 --batch 4 --work measured_video
-    … --minutes 9                                                          # stop in time; the same command goes on
+    … --minutes 9                                                          # stop in time; the same command continues
 
-As measure.py does of pictures, chunk by chunk, with the metrics of clips, and with how many prompts are obeyed.
-Prompts and true clips are drawn from one distribution (examples/tiny_videos.py). It needs the weights of tiny_wan.
+The notebook video.py shows the table. Works like measure.py, with the metrics of clips and the number of obeyed
+prompts. Prompts and true clips are drawn from one distribution (examples/tiny_videos.py). It needs the weights of
+tiny_wan.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ TRUE_CLIPS = 128
 
 
 def scenes(count: int, seed: int = measure.SCENE_SEED) -> tiny_videos.Scene:
-    """What the prompts ask for, the same for every variant; another count gives others."""
+    """Return the scenes of the prompts, the same for every variant. Another count gives other scenes."""
     return tiny_videos.sample_scene(count, torch.device("cpu"), torch.Generator().manual_seed(seed))
 
 
 def true_features(size: dict[str, Any], model) -> torch.Tensor:
-    """Features fp64 [frames, 32] of drawn clips as large as the pipeline's, of the prompts' distribution."""
+    """Return features, fp64 [frames, 32], of drawn clips with the prompts' distribution of scenes."""
     generator = torch.Generator().manual_seed(measure.SCENE_SEED + 1)
     found = []
     for _ in range(0, TRUE_CLIPS, 8):
@@ -56,7 +57,7 @@ def true_features(size: dict[str, Any], model) -> torch.Tensor:
 
 
 class ClipMeasurement(measure.Measurement):
-    """All variants at one size of clips, chunk by chunk.
+    """Measurement of all variants at one size of clips, batch by batch.
 
     Args: size: of SIZES. count: clips, steps, clips per call. folder: of the chunks. source: folder of the pipeline;
         None: tiny_wan's.
@@ -75,7 +76,7 @@ class ClipMeasurement(measure.Measurement):
         return measure.load(self.source or NAME, self.device), arguments
 
     def obeyed(self, clips: torch.Tensor, rows: range) -> torch.Tensor:
-        """Whether each of these clips [N, T, 3, H, W] in [0, 1] shows its prompt, fp64 [N]."""
+        """Return 1 for each clip [N, T, 3, H, W] in [0, 1] that shows its prompt, else 0, as fp64 [N]."""
         answers = obeyed(clips.transpose(1, 2) * 2 - 1, self.scene[list(rows)])["all"]
         return torch.tensor(answers, dtype=torch.float64)
 
@@ -85,7 +86,7 @@ class ClipMeasurement(measure.Measurement):
         return {**compared, "obeyed": self.obeyed(images, self.batches[index])}
 
     def rows(self, recipe: str, names: list[str], real: torch.Tensor) -> list[dict]:
-        """The finished table, one dict of measure.COLUMNS per number."""
+        """Return the finished table, one dict of measure.COLUMNS per number."""
         stock = [self.stock(i) for i in range(len(self.batches))]
         change = torch.cat([videos.frame_change(clips) for clips in stock])
         features = torch.cat([videos.frame_features(clips, self.model) for clips in stock])

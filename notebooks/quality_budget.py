@@ -75,7 +75,7 @@ run = {name: measure.Measurement(name, LIVE, "cpu", Path(work.name), texts) for 
 
 
 def draw_with(name: str, config=None) -> tuple[torch.Tensor, float]:
-    """Pictures drawn with the options (None: stock), and the share of attention calls that ran in INT8."""
+    """Draw pictures with the options (None: stock). Returns them and the share of INT8 attention calls."""
     at = run[name]
     with at.planted():
         if config is None:
@@ -91,7 +91,7 @@ def draw_with(name: str, config=None) -> tuple[torch.Tensor, float]:
 
 
 def psnr_of(name: str, config) -> tuple[metrics.Interval, float]:
-    """Mean PSNR to the stock pictures with its interval, dB, and the share of INT8 calls."""
+    """Return the mean PSNR to the stock pictures with its interval, dB, and the share of INT8 calls."""
     pictures, share = draw_with(name, config)
     return metrics.mean_interval(metrics.psnr(pictures, stock[name]).clamp(max=PSNR_CEILING)), share
 
@@ -114,7 +114,7 @@ Markdown(markdown_table(["layer, alone in INT8", "PSNR, dB"], [[name, f"{alone[n
 
 # %%
 def policies() -> dict[str, sp.SageAttnProcessor]:
-    """By name: every scaling with a measured speed, then windows and layers in 16 bit on top of the default."""
+    """Return {name: options}: measured scalings, then more and more steps and layers in 16 bit."""
     named = {scaling: sp.SageAttnProcessor(scaling=scaling) for scaling in ("timestep", "dynamic", "per_block")}
     for count in (1, 2)[: LIVE.steps - 1]:
         named[f"first {count} in 16 bit"] = sp.SageAttnProcessor(keep=sp.Keep(first_steps=count))
@@ -126,7 +126,7 @@ def policies() -> dict[str, sp.SageAttnProcessor]:
 
 
 def on_front(points: list[tuple[float, float]]) -> list[bool]:
-    """Which (time, PSNR) no other point beats in both."""
+    """Return True for each (time, PSNR) that no other point beats in both."""
     return [not any(t <= time and p >= psnr and (t, p) != (time, psnr) for t, p in points) for time, psnr in points]
 
 

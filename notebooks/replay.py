@@ -1,7 +1,7 @@
-"""Record the attention inputs of a real denoising run, and run them through every scaling again, step by step.
+"""Record the attention inputs of a denoising run, and run them through every scaling, step by step.
 
-The notebook timestep_scaling.py uses it to ask what a mode does at one step, with nothing else changed: the recorded
-Q, K and V are those of the exact model, so an error at one step does not carry over to the next.
+The notebook timestep_scaling.py uses it to show the error of a scaling at a single step. The recorded Q, K and V are
+those of the stock model, so an error at one step does not change the next.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class _Recorder(TorchFunctionMode):
 
 
 def record(pipe, prompts, seeds, *, steps: int, least: int = 128, **arguments) -> Recording:
-    """Run a text-to-image pipeline with its own attention and keep what its attention was given.
+    """Run a text-to-image pipeline with its own attention and record its attention inputs.
 
     Args: as `quality.generate`. least: fewest queries and keys of a call that is kept.
     """
@@ -87,13 +87,13 @@ def record(pipe, prompts, seeds, *, steps: int, least: int = 128, **arguments) -
 
 @dataclass
 class Step:
-    """What one mode did at one step, over all layers and heads.
+    """Error and use of plans at one step of a run with one scaling, over all layers and heads.
 
     Attributes:
-        level: noise level u. sqnr_db: attention output against exact attention, mean over layers, dB.
-        utilisation: largest code of a tile of keys over 127 under the plan, mean over tiles that are not beyond it;
-            nan without plans. Below 7/8 a tile takes a scale of its own.
-        beyond: share of tiles of planned heads that did not fit their plan and took a larger scale; nan without.
+        level: noise level u. sqnr_db: attention output against fp32 attention, mean over layers, dB.
+        utilisation: largest code of a key tile under the plan over 127, mean over tiles that fit their plan; nan
+            without plans. Below 7/8 a tile gets a scale of its own.
+        beyond: share of the tiles of planned heads that did not fit their plan and got a larger scale; nan without.
         planned: share of heads that had a plan.
     """
 
@@ -105,11 +105,11 @@ class Step:
 
 
 def replay(config, recording: Recording, first: Recording | None = None) -> tuple[list[Step], ScaleState | None]:
-    """Run recorded calls with the options `config`, and compare each with exact attention.
+    """Run recorded calls with the options `config`, and compare each with fp32 attention.
 
     Args:
-        config: SageAttnProcessor. recording: what is measured. first: an earlier run that planned scales learn from;
-            what it leaves is frozen, but for "timestep_adaptive".
+        config: SageAttnProcessor. recording: of the calls. first: an earlier run, from which planned scales learn; the
+            table it leaves is frozen, except for "timestep_adaptive".
     Returns: one Step per step, and the scale state afterwards (None for scales computed from each call).
     """
     sites = recording.sites()
@@ -163,24 +163,27 @@ def _step(config, step, level, sites, state, *, measured: bool) -> Step:
 
 
 def _tile_reach(k: torch.Tensor, plan: torch.Tensor) -> torch.Tensor:
-    """Largest |code| of every tile of keys under the plan [H, 4, D], k [B, S, H, D] -> [B, H, tiles]."""
+    """Return the largest |code| of every key tile of k [B, S, H, D] under a plan [H, 4, D].
+
+    Returns: [B, H, tiles].
+    """
     codes = ((k - plan[:, PLAN_CENTER]) * plan[:, PLAN_K_WEIGHT]).abs().amax(-1).transpose(1, 2)
     padded = torch.nn.functional.pad(codes, (0, -codes.shape[-1] % TILE))
     return padded.unflatten(-1, (-1, TILE)).amax(-1)
 
 
 def exact_attention(q, k, v) -> torch.Tensor:
-    """Attention in fp32 of q, k, v [B, S, H, D]."""
+    """Return attention in fp32 of q, k, v [B, S, H, D]."""
     q, k, v = (x.float().transpose(1, 2) for x in (q, k, v))
     return scaled_dot_product_attention(q, k, v).transpose(1, 2)
 
 
 def without_guard(recording: Recording, exponent: float) -> list[float]:
-    """SQNR in dB per step of one K scale per head that follows s = s_ref · (u / u_ref) ** exponent and CLIPS at ±127.
+    """Return the SQNR in dB per step of K scales by a formula of the noise level, without a guard.
 
-    What the formula costs without the guard that our modes have: s_ref is what the step in the middle of the run
-    needs, Q has the exact scale of each row, K its mean removed. exponent -1: the formula as printed; 1: as corrected;
-    0: one scale for all steps.
+    One scale per head, s = s_ref · (u / u_ref) ** exponent. Codes beyond ±127 are CLIPPED, since there is no guard as
+    in our scalings. s_ref fits the step in the middle of the run. Q has a scale for each row, K's mean is removed.
+    exponent -1: the formula as printed; 1: as corrected; 0: one scale for all steps.
     """
     middle = len(recording.steps) // 2
     s_ref, u_ref = {}, recording.levels[middle]

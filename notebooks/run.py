@@ -1,10 +1,10 @@
-"""Execute the notebooks: sources are the .py files (jupytext, percent format), outcomes the .ipynb beside them.
+"""Execute the notebooks: .py files (jupytext, percent format) become .ipynb files with outputs.
 
     python notebooks/run.py                                   # all, full size: writes *.ipynb and figures/*.png
     python notebooks/run.py quality_budget                    # one of them
     python notebooks/run.py --size small --out some_folder    # what CI does: nothing in notebooks/ is touched
 
-The size is the one parameter: it goes into a cell of its own behind the cell tagged "parameters".
+The size is the only parameter. It is set in a cell inserted after the cell tagged "parameters".
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ ROOT = HERE.parent
 TIMEOUT = 1800  # seconds a cell may take
 
 
-# what a notebook shows nothing without: an embedded pipeline whose weights may be missing
+# {notebook: an embedded pipeline that it needs, with weights that may be missing}
 NEEDS = {"video": "tiny_wan"}
 
 
 def sources() -> list[Path]:
-    """The notebooks: Python files with jupytext's cell markers."""
+    """Return the notebooks, which are the Python files with jupytext's header."""
     return sorted(path for path in HERE.glob("*.py") if path.read_text(encoding="utf-8").startswith("# ---\n"))
 
 
 def missing(name: str) -> str | None:
-    """Name of the embedded pipeline that a notebook needs and that has no weights here; None: it can run."""
+    """Return the embedded pipeline that a notebook lacks weights of, or None if it can run."""
     from sage_processors import pipelines
 
     needed = NEEDS.get(name)
@@ -40,7 +40,7 @@ def missing(name: str) -> str | None:
 
 
 def read(source: Path):
-    """A source as a notebook without outputs. Cell ids are numbers: the file changes with its text alone."""
+    """Read a source as a notebook without outputs. Cell ids are numbers, so equal texts give equal files."""
     import jupytext
 
     notebook = jupytext.read(source)
@@ -51,7 +51,7 @@ def read(source: Path):
 
 
 def with_parameters(notebook, **values):
-    """The notebook with a cell that sets `values`, behind the one tagged "parameters"."""
+    """Insert a cell that sets `values` after the cell tagged "parameters", and return the notebook."""
     import nbformat
 
     place = next(i for i, cell in enumerate(notebook.cells) if "parameters" in cell.metadata.get("tags", ()))
@@ -61,7 +61,10 @@ def with_parameters(notebook, **values):
 
 
 def execute(notebook, *, timeout: int = TIMEOUT):
-    """Run all cells in a fresh kernel in this folder, with this checkout's packages. Raises CellExecutionError."""
+    """Run all cells in a new kernel in this folder, with this checkout's packages.
+
+    Raises: CellExecutionError.
+    """
     from nbclient import NotebookClient
 
     with tempfile.TemporaryDirectory() as folder:
@@ -69,7 +72,7 @@ def execute(notebook, *, timeout: int = TIMEOUT):
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(path for path in paths if path),
-            "IPYTHONDIR": folder,  # neither the user's start-up files nor his history
+            "IPYTHONDIR": folder,  # without the user's start-up files and history
         }
         client = NotebookClient(notebook, timeout=timeout, resources={"metadata": {"path": str(HERE)}})
         client.execute(env=environment)
@@ -77,7 +80,7 @@ def execute(notebook, *, timeout: int = TIMEOUT):
 
 
 def tidy(notebook):
-    """The notebook without what belongs to this machine and day: times, and progress bars and warnings (stderr)."""
+    """Remove times and stderr (progress bars, warnings) from a notebook, and return it."""
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)
         if cell.cell_type == "code":

@@ -1,9 +1,8 @@
-"""What the texts that this project began with claim, what is right, and what a CPU measures of it in seconds.
+"""Claims of five texts on quantised attention, with corrections and measurements on a CPU.
 
-The notebook seed_tables.py shows it. Each claim is of one text: a quick reference to quantised attention for diffusion
-models, the LiteAttention blog, INT-FlashAttention (arXiv:2409.16997), a lesson on mixed precision, and ThriftAttention
-(arXiv:2605.23081). Those about INT-FlashAttention and ThriftAttention are measured by rows of results.csv, which the
-notebook hands in.
+The notebook seed_tables.py shows them. The texts are a quick reference to quantised attention for diffusion models,
+the LiteAttention blog, INT-FlashAttention (arXiv:2409.16997), a lesson on mixed precision, and ThriftAttention
+(arXiv:2605.23081). The notebook measures the claims of INT-FlashAttention and ThriftAttention, by rows of results.csv.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ MAGIC_CLASSIC, MAGIC_BLOG = 2**23 + 2**22, 2**23 + 2**22 - 1
 
 
 class Claim(NamedTuple):
-    """text: who claims it; claim; correct: what is right; measured: by what follows in this file, or by rows."""
+    """A claim of a text. correct: the right statement. measured: here, or from rows of results.csv."""
 
     text: str
     claim: str
@@ -38,7 +37,7 @@ def _normal(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def _codes(x: torch.Tensor, largest: float | None = None) -> tuple[torch.Tensor, float]:
-    """INT8 codes with one scale, and the scale; clipped beyond `largest` (the largest |x| if None)."""
+    """Return INT8 codes with one scale, and the scale. Clips beyond `largest` (None: the largest |x|)."""
     scale = float(x.abs().max() if largest is None else largest) / 127
     return torch.round(x / scale).clamp(-127, 127), scale
 
@@ -126,7 +125,7 @@ def bound_of_speed() -> str:
 
 
 def sigma_formulas() -> str:
-    """A late step, σ a tenth of what the scale was made at, on features that a norm keeps at one size."""
+    """Measure scales that follow σ, at a σ of a tenth of the reference, on features of constant size."""
     q, k, v = make_qkv("normal", 1, 128, 512, 1, 1, 64)
     exact, _ = exact_attention(q, k, v)
     found = {}
@@ -141,7 +140,7 @@ def sigma_formulas() -> str:
 
 
 def after_a_norm() -> str:
-    """One outlier channel of the norm's learned gain, as trained models have them."""
+    """Measure features after a norm with one large value in its learned gain, as in trained models."""
     gain = torch.ones(64)
     gain[7] = 8.0
     x = torch.nn.functional.layer_norm(_normal(4096, 64), (64,))
@@ -245,7 +244,7 @@ def rows_that_see_nothing() -> str:
 
 
 def measured_here() -> list[Claim]:
-    """The claims that are measured in this file."""
+    """Return the claims that this file measures."""
     return [
         Claim(QUICK, "S = Q̂·K̂ / (s_Q s_K √D)", "q ≈ s_Q q̂, so scales multiply", dividing_by_scales()),
         Claim(QUICK, "INT8 rounding is off by 2.4 %", "(3/127)² / 12 is 4.65e-5, so 0.68 % at 3σ", rounding_error()),

@@ -49,7 +49,7 @@ for row in rows:
 
 
 def error(inputs: str, recipe: str, seq: int, metric: str = "rel_l1", head_dim: int = 64, column: str = "median"):
-    """One number of bench_seeds.py. inputs: as its cases; "/per_tensor" behind them for the paper's FP8."""
+    """Return a number of bench_seeds.py. inputs: as in its cases; "/per_tensor": the paper's FP8."""
     provider = "emulated" if recipe in ("int_flash_full_truncated", "fp8_e5m2_cast") else "sage_kernels"
     return float(found[f"int_flash/{inputs}", provider, recipe, metric, seq, head_dim][column])
 
@@ -294,7 +294,7 @@ Markdown(markdown_table(["inputs", "tokens", "NVFP4, L1 %", "5 % in 16 bit, L1 %
 
 # %%
 def smaller(inputs: str, seq: int) -> str:
-    """By how much full INT8 is nearer than FP8 with a scale a head."""
+    """Return how many percent smaller full INT8's error is than FP8's with a scale per head."""
     fp8 = error(f"{inputs}/per_tensor", "qk_fp8_pv_fp8", seq)
     return f"{100 * (1 - error(inputs, 'int_flash_full', seq) / fp8):.0f} % at {seq:,}"
 

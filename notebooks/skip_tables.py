@@ -1,7 +1,8 @@
-"""What video.py makes of the table of measure_skipping.py: key tiles left out, what that costs, sentences.
+"""Table, figure and sentences on skipped key tiles for the notebook video.py.
 
-"dense" is INT8 with nothing left out: what leaving out costs is counted from there. A run's numbers are those of
-clip_tables.py; the run of the same clips whose prompts change ends in "_switched".
+The table is that of measure_skipping.py. "dense" is INT8 without skipping: the cost of skipping is relative to it.
+Runs are those of clip_tables.py. The run of the same clips with prompts that change has a name that ends in
+"_switched".
 """
 
 from __future__ import annotations
@@ -19,22 +20,25 @@ FREE = 1.0  # dB: a loss that a reader may call none
 
 
 def loss(numbers: Numbers, label: str) -> float:
-    """Mean PSNR of dense less that of `label`, dB."""
+    """Return the mean PSNR of dense minus that of `label`, dB."""
     return numbers[DENSE, "psnr_db_mean"].value - numbers[label, "psnr_db_mean"].value
 
 
 def steady_of(run: Run) -> Run:
-    """The run of the same clips whose prompts stay."""
+    """Return the run of the same clips with prompts that stay the same."""
     return run._replace(pipeline=run.pipeline.removesuffix(SWITCHED))
 
 
 def variants(numbers: Numbers) -> list[str]:
-    """Labels with a share of tiles left out, in the table's order."""
+    """Return the labels with a share of skipped tiles, in the table's order."""
     return list(dict.fromkeys(label for label, metric in numbers if metric == "skipped_mean"))
 
 
 def table(numbers: Numbers) -> str:
-    """Markdown: a line per variant of a run. What calibrate promised is of other clips, and no line of it."""
+    """Return Markdown with a line per variant of a run.
+
+    Rows "promised_…" are not in it, as they are of other clips.
+    """
     lines = []
     for label in variants(numbers):
         row = {metric: found for (of, metric), found in numbers.items() if of == label}
@@ -47,9 +51,11 @@ def table(numbers: Numbers) -> str:
 
 
 def figure(found: dict[Run, Numbers], stock: dict[Run, Numbers], loss_db: float):
-    """Share left out against PSNR, flicker and obeyed prompts, a colour per run; a star is what calibrate found.
+    """Draw PSNR, flicker and obeyed prompts over the skipped share, with a colour per run.
 
-    stock: stock's numbers of each run. loss_db: what calibrate was allowed to lose against dense.
+    A star is calibrate's choice.
+
+    stock: stock's numbers of each run. loss_db: PSNR that calibrate was allowed to lose against dense.
     """
     panels = (
         ("psnr_db_mean", "PSNR, dB", 1),
@@ -90,7 +96,7 @@ def _times(row: Row, unit: float) -> Interval:
 
 
 def sentences(steady: Numbers, changed: Numbers, stock: Numbers, loss_db: float, listed: float) -> list[str]:
-    """What the numbers say, in words.
+    """Describe the numbers in words.
 
     Args: steady, changed: of the same clips, with prompts that stay and that change. stock: of those that stay.
         loss_db: what calibrate was allowed to lose against dense. listed: share of the steps that have lists.

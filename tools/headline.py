@@ -1,4 +1,4 @@
-"""The README's table of figures: a few rows of results.csv in words, each with what it is measured against."""
+"""The README's table of figures: a few rows of results.csv, each with its reference."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class Figure(NamedTuple):
     """One line of the table.
 
     Attributes:
-        what: what is measured, in words.
-        suite, case, metric: the row of results.csv, with the default recipe; the newest counts.
-        against: what it is held against, in words; {} is where its number goes.
-        number: how both numbers are written.
-        reference: (case, provider) of the row it is held against; None: the row itself says it all.
-        anywhere: of the newest run on whatever GPU, not of the table's one.
+        what: name of the measurement, in words.
+        suite, case, metric, recipe: of the row in results.csv; the newest counts.
+        against: name of the reference, in words; {} stands for its number.
+        number: formats both numbers.
+        reference: (case, provider) of the reference's row; None: there is no other row to compare with.
+        anywhere: True: from the newest run on any GPU; False: from the newest run on the table's GPU.
     """
 
     what: str
@@ -100,8 +100,11 @@ FIGURES = (
 
 
 def figures_markdown(rows: Iterable[dict[str, str]]) -> str:
-    """The table, from the newest row of each figure on one GPU, that of most figures, but for those of `anywhere`,
-    which are marked where it is another one; lines without a row are left out."""
+    """Return the table in Markdown, from the newest row of each figure.
+
+    The table's GPU is the one with most figures. Figures with `anywhere` may be of another GPU, and are marked then.
+    Figures without a row are left out.
+    """
     rows = [row for row in rows if row["gpu"] != "cpu"]
     by_gpu: dict[str, list[dict[str, str]]] = {}
     for row in rows:
@@ -135,13 +138,13 @@ def _line(figure: Figure, rows: list[dict[str, str]]) -> tuple[str, ...] | None:
     if not ours:
         return None
     if figure.reference is None:
-        most = max(ours, key=lambda row: int(row["batch"]))  # of equally many pictures the newest would be last
+        most = max(ours, key=lambda row: int(row["batch"]))  # the largest number of pictures
         newest = [row for row in ours if row["batch"] == most["batch"]][-1]
         against = f"{figure.against}, mean of {newest['batch']} pictures"
         return figure.what, figure.number(float(newest["median"])), against, "–"
     newest = ours[-1]
     others = [row for row in case if (row["case"], row["provider"]) == figure.reference]
-    # of the same run; one commit may have several, and the others' rows come before ours
+    # the reference of the same run: a commit may have several runs, and the reference's rows come before ours
     place = next(i for i, row in enumerate(rows) if row is newest)
     before = {id(row) for row in rows[:place]}
     same_run = [row for row in others if row["commit"] == newest["commit"] and id(row) in before]

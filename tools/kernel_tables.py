@@ -1,4 +1,4 @@
-"""Markdown tables of 8-bit linear layers, alone and in models, of errors of mixed precision, and of first calls."""
+"""Markdown tables of 8-bit linear layers, of errors by recipe and mixed precision, and of first calls."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .tables import markdown_table
 MIXED_COLUMNS = (
     *((base, "block_mean") for base in ("int8", "int4", "mxfp4", "nvfp4")), ("nvfp4", "thrift"),
 )  # fmt: skip
-MIXED_TOKENS = "4096"  # of bench_mixed.py, where nothing else is asked for
+MIXED_TOKENS = "4096"  # bench_mixed.py's default
 THRIFT = "P·V too, K as it is"
 ERROR_COLUMNS = (
     ("int_flash/normal/sqrt", "rel_l1", "1024"), ("int_flash/normal/sqrt", "rel_l1", "16384"),
@@ -21,7 +21,7 @@ FORMATS = ("linears_int8", "linears_fp8", "linears_int8_weights")
 
 
 def linears(rows: list[dict[str, str]]) -> str:
-    """A line for each shape of the newest run: rates, and how many times as fast as a 16-bit layer each is."""
+    """Return a table of the newest run of 8-bit linear layers: a line per shape, speeds relative to bf16."""
     rows = [row for row in rows if row["suite"] == "linear"]
     if not rows:
         return "No rows yet: `kernels/benchmarks/bench_linear.py` on a GPU."
@@ -41,8 +41,10 @@ def linears(rows: list[dict[str, str]]) -> str:
 
 
 def linear_rivals(rows: list[dict[str, str]]) -> str:
-    """A line for each model that was run with other packages' linear layers: forwards with stock's, ours (with our
-    attention) and theirs, and how far from stock the output is."""
+    """Return a table of models run with other packages' 8-bit linear layers, a line per model.
+
+    Columns: a stock forward; speed and error of ours (with our attention) and of each other package.
+    """
     rows = [row for row in rows if row["suite"] == "end_to_end" and row["metric"] in ("time", "rel_l1")]
     usual = ("torch_sdpa_cudnn", "torch_sdpa_flash", "sage_kernels", "attention_removed")
     runs = {(row["case"], row["gpu"]): row["commit"] for row in rows if row["provider"] not in usual}  # the newest
@@ -67,8 +69,11 @@ def linear_rivals(rows: list[dict[str, str]]) -> str:
 
 
 def mixed(rows: list[dict[str, str]]) -> str:
-    """A line for each family and format of the newest run of bench_mixed.py at its own length and blocks: relative L1
-    without and with 5 % of the blocks promoted, and what that takes away."""
+    """Return tables of the newest run of bench_mixed.py at its default length.
+
+    A line for each family of inputs: relative L1 without and with 5 % of the blocks in 16 bit, for each base format.
+    Then the same by share of the blocks, and by the way of choosing blocks.
+    """
     rows = [row for row in rows if row["suite"] == "attention_error" and row["recipe"] == MIXED_RECIPE]
     rows = [row for row in rows if row["seq_k"] == MIXED_TOKENS and not row["case"].endswith("_rows")]
     if not rows:
@@ -102,7 +107,7 @@ def mixed(rows: list[dict[str, str]]) -> str:
 
 
 def recipe_errors(rows: list[dict[str, str]]) -> str:
-    """A line for each recipe of the newest run of bench_seeds.py: its error on normal and on biased inputs."""
+    """Return a table of the newest run of bench_seeds.py: errors by recipe, on normal and biased inputs."""
     rows = [row for row in rows if row["case"].startswith("int_flash/")]
     if not rows:
         return "No rows yet: `kernels/benchmarks/bench_seeds.py`."
@@ -121,7 +126,7 @@ def recipe_errors(rows: list[dict[str, str]]) -> str:
 
 
 def cold_start(rows: list[dict[str, str]]) -> str:
-    """A line for each case and recipe, the newest row of each: seconds of first forwards without a kernel cache."""
+    """Return a table of the seconds of first forwards without a kernel cache, by case and recipe."""
     rows = [row for row in rows if row["suite"] == "cold_start"]
     newest = {(row["case"], row["provider"], row["recipe"], row["metric"]): row for row in rows}
     if not newest:

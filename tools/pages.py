@@ -1,4 +1,4 @@
-"""Pages of the documentation with tables made from results.csv: nothing between two markers is typed by hand."""
+"""Rewrite the tables in pages of the documentation, between markers, from results.csv."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PAGES = (
     "README.md", "docs/guide.md", "docs/linears.md", "docs/recipes.md", "docs/results.md", "docs/comparison.md",
     "kernels/NOTES.md",
 )  # fmt: skip
-BEGIN = "<!-- {}:begin -->"  # of a section of a page, by its name
+BEGIN = "<!-- {}:begin -->"  # markers around a section, with its name
 END = "<!-- {}:end -->"
 PAGE = "RESULTS.md"  # beside results.csv
 PAGE_HEADER = """# Results
@@ -31,7 +31,7 @@ texts are of small models of our own; what their columns mean stands in [docs/re
 
 
 def sections(rows: list[dict[str, str]]) -> dict[str, str]:
-    """Markdown of each section that a page may hold between its markers, by the name in the markers."""
+    """Return {name of a section: its Markdown} for all sections that a page may have."""
     return {
         "figures": figures_markdown(rows),
         "results": results_markdown(rows, summary=True),
@@ -46,9 +46,9 @@ def sections(rows: list[dict[str, str]]) -> dict[str, str]:
 
 
 def replace_sections(text: str, found: dict[str, str]) -> str:
-    """`text` with what stands between the markers of each section replaced.
+    """Return `text` with the sections between markers replaced.
 
-    Raises: ValueError if a section's markers are there but not once each and in order, or if there are none at all.
+    Raises: ValueError if there are no markers, or if a section's markers are not there once each and in order.
     """
     marked = [name for name in found if BEGIN.format(name) in text or END.format(name) in text]
     if not marked:
@@ -64,7 +64,7 @@ def replace_sections(text: str, found: dict[str, str]) -> str:
 
 
 def update(pages: Iterable[str | Path], results: str | Path) -> bool:
-    """Rewrite the sections of these pages and RESULTS.md beside a results.csv; True if that changed any of them.
+    """Rewrite the sections of these pages, and RESULTS.md beside results.csv. Returns True if any changed.
 
     Raises: ValueError for a page without markers; nothing is written then.
     """
@@ -85,7 +85,7 @@ def update(pages: Iterable[str | Path], results: str | Path) -> bool:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """The command: rewrite the pages' tables. Exits with 2 and a message where a page or results.csv is not there."""
+    """Rewrite the pages' tables, as a command. Exits with 2 and a message if a file is missing."""
     parser = argparse.ArgumentParser(description="Rewrite RESULTS.md and the tables in the pages.")
     parser.add_argument("--page", type=Path, action="append", help="page with markers; may be repeated")
     parser.add_argument("--results", type=Path, default=RESULTS)

@@ -1,4 +1,4 @@
-"""Tables in markdown, made from the rows of kernels/benchmarks/results.csv."""
+"""Markdown tables made from the rows of kernels/benchmarks/results.csv."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ NO_INT8 = "none: no call ran in INT8"  # in place of a ratio
 
 
 def results_markdown(rows: Iterable[dict[str, str]], *, summary: bool = False) -> str:
-    """Markdown of the newest row (the last in the file) of every case, GPU, provider, recipe and metric.
+    """Return all tables, from the newest row of every case, GPU, provider, recipe and metric.
 
-    summary: what a reader of the documentation wants: one run of each pipeline, the default scaling, lengths worth
-        INT8.
+    The newest row is the last in the file.
+    summary: for readers of the documentation: one run of each pipeline, the default scaling, and lengths at which INT8
+        pays.
     """
     rows = list(rows)
     quality = [row for row in rows if row["suite"] == "quality"]
@@ -50,7 +51,7 @@ def _newest(rows: list[dict[str, str]], *names: str) -> dict[tuple[str, ...], di
     return {tuple(row[name] for name in names): row for row in rows}
 
 
-QUALITY = {  # metric: heading, what there is one number of, digits to show
+QUALITY = {  # metric: heading, samples, digits to show
     "psnr_db": ("PSNR, dB", "pictures", 2),
     "ssim": ("SSIM", "pictures", 4),
     "attention_sqnr_db": ("SQNR of attention's output against exact attention, dB", "batches of pictures", 2),
@@ -59,12 +60,15 @@ TRANSFERRED = {"timestep_warm": "own table", "timestep_transferred": "transferre
 
 
 def _quality(rows: list[dict[str, str]]) -> str:
-    """A table a metric, a line a pipeline, recipe, device and number of pictures; and those of transferred scales."""
+    """Return a table per metric, a line per pipeline, recipe, device and number of pictures.
+
+    Scales that were learnt with another scheduler have tables of their own.
+    """
     metrics = [f"{metric}_{of}" for metric in QUALITY for of in ("mean", "worst")]
     rows = [row for row in rows if row["metric"] in metrics]
     if not rows:
         return "No rows yet: `sage-processors bench quality --pipeline tiny_sd --csv kernels/benchmarks/results.csv`."
-    # batch: pictures; another number, another run
+    # batch is the number of pictures: different numbers are different runs
     by_key = _newest(rows, "case", "recipe", "gpu", "batch", "metric")
     cells: dict[tuple, str] = {}
     ways: dict[str, str] = {}
@@ -74,7 +78,8 @@ def _quality(rows: list[dict[str, str]]) -> str:
         is_transfer = ":" in pipeline  # {pipeline}_{scheduler}:{steps}
         if not is_transfer:
             ways[way] = way
-        line = (is_transfer, pipeline, recipe or DEFAULT_RECIPE, gpu, pictures)  # stock attention: beside the default
+        # stock attention has no recipe: it stands beside the default one
+        line = (is_transfer, pipeline, recipe or DEFAULT_RECIPE, gpu, pictures)
         lines.add(line)
         for metric, (*_, digits) in QUALITY.items():
             found = [by_key.get((case, recipe, gpu, pictures, f"{metric}_{of}")) for of in ("mean", "worst")]
@@ -85,7 +90,7 @@ def _quality(rows: list[dict[str, str]]) -> str:
     in_order = sorted(lines, key=lambda line: (*line[:-1], int(line[-1] or 0)))
 
     def table(text, metric, transfers, columns):
-        """The lines and columns that have a number; nothing without any."""
+        """Return [text, table] of the lines and columns with a number; [] without any."""
         own = {key[2:]: cell for key, cell in cells.items() if key[:2] == (metric, transfers)}
         used = {way: heading for way, heading in columns.items() if any(key[-1] == way for key in own)}
         body = [
@@ -108,12 +113,15 @@ SUMMARY_WAYS = ("dynamic", "timestep", "timestep_warm", "static", "sigma_ratio")
 
 
 def _quality_summary(rows: list[dict[str, str]]) -> str:
-    """A line a pipeline: PSNR of its run of the most pictures, and SQNR of attention; of a GPU, if there is one."""
+    """Return a table with a line per pipeline: PSNR of its run with most pictures, and attention's SQNR.
+
+    Runs on a CPU count only if there is none on a GPU.
+    """
     rows = [row for row in rows if row["recipe"] == DEFAULT_RECIPE and ":" not in row["case"]]
     rows = [row for row in rows if row["gpu"] != "cpu"] or rows
 
     def best_runs(metric: str) -> dict[str, tuple[tuple[str, str], dict[str, str]]]:
-        """{pipeline: ((GPU, pictures), {way: mean})}"""
+        """Return {pipeline: ((GPU, pictures), {way: mean})}."""
         runs: dict[str, dict] = {}
         for row in rows:
             if row["metric"] == f"{metric}_mean":
@@ -154,12 +162,12 @@ def _language(rows: list[dict[str, str]]) -> str:
     return markdown_table(["model", "case", "recipe", "on", *LANGUAGE.values()], lines)
 
 
-# squares of these sizes; other shapes are those of models
+# squares of some sizes, and all shapes of models
 SUMMARY_SQUARES = re.compile(r"D(64|128)_N(4096|16384|65536)_(full|causal)$|(?!D\d)")
 
 
 def _attention(rows: list[dict[str, str]], summary: bool = False) -> str:
-    """Two tables: speed, a line for each shape and GPU; and the largest error of each recipe and scaling."""
+    """Return two tables: speeds by shape and GPU; the largest error of each recipe and scaling."""
     from sage_kernels.results import is_crossover_row, is_scaling_row
 
     rows = [r for r in rows if r["metric"] == "throughput" and not is_crossover_row(r) and is_scaling_row(r)]
@@ -171,7 +179,7 @@ def _attention(rows: list[dict[str, str]], summary: bool = False) -> str:
     for (case, gpu, recipe), row in _newest(
         [row for row in rows if row["provider"] == "sage_kernels"], "case", "gpu", "recipe"
     ).items():
-        shape, _, scaling = case.partition("/")  # the bare shape is the default, timestep scaling with a plan
+        shape, _, scaling = case.partition("/")
         way = (recipe, scaling or "timestep")
         ratio = f" ({row['ratio_vs_cudnn']}×)" if row["ratio_vs_cudnn"] else ""
         cells[shape, gpu, way] = row["median"] + ratio
@@ -206,7 +214,7 @@ PEER_CASES = (
 
 
 def peers(rows: list[dict[str, str]]) -> str:
-    """A line for each shape: the newest run in which attention of other packages was timed beside ours."""
+    """Return a table of the newest runs with other packages' attention beside ours, a line per shape."""
     rows = [row for row in rows if (row["suite"], row["metric"]) == ("attention_fwd", "throughput")]
     usual = ("sage_kernels", "torch_sdpa_cudnn", "torch_sdpa_flash")
     lines, columns = (
@@ -228,7 +236,10 @@ def peers(rows: list[dict[str, str]]) -> str:
 
 
 def _calls(rows: list[dict[str, str]]) -> str:
-    """A line for each shape, GPU and recipe that was called in every way: speeds of one run, host times, launches."""
+    """Return a table of attention called eagerly, from a CUDA graph and compiled.
+
+    A line for each shape, GPU and recipe: speeds of one run, host times, and numbers of launches.
+    """
     from sage_kernels.results import CALLS
 
     rows = [row for row in rows if row["provider"] == "sage_kernels"]
@@ -259,7 +270,10 @@ def _calls(rows: list[dict[str, str]]) -> str:
 
 
 def _softmax(rows: list[dict[str, str]]) -> str:
-    """A line for each shape, GPU and recipe: with the guard, without, with a running max, and all rows in vain."""
+    """Return a table of the softmax guard's cost, by shape, GPU and recipe.
+
+    Speeds with the guard, without it, with a running max, and with all rows done again.
+    """
     from sage_kernels.results import SOFTMAX
 
     by_key = _newest(rows, "case", "gpu", "recipe", "metric")
@@ -284,7 +298,7 @@ def _softmax(rows: list[dict[str, str]]) -> str:
 
 
 def _decoding(rows: list[dict[str, str]]) -> str:
-    """Attention of one token over the INT8 cache, and the fastest of the others over a 16-bit one."""
+    """Return a table of decode attention over the INT8 cache, beside the fastest over a 16-bit cache."""
     rows = [row for row in rows if row["metric"] == "time"]
     ours = _newest([row for row in rows if row["provider"] == "sage_kernels"], "case", "gpu")
     if not ours:
@@ -308,13 +322,16 @@ def _decoding(rows: list[dict[str, str]]) -> str:
 
 
 def _whole_models(rows: list[dict[str, str]], summary: bool = False) -> str:
-    """summary: of several ways to run a model with one recipe, the usual one, else the one that was timed last."""
+    """Return a table of forwards of whole models.
+
+    summary: of several ways to run a model with one recipe only the usual one, or the one that was timed last.
+    """
     if not rows:
         return "No rows yet: `python kernels/benchmarks/bench_end_to_end.py` on a machine with a GPU."
     by_key = _newest(rows, "case", "gpu", "provider", "recipe", "metric")
     by_run = _newest(rows, "case", "gpu", "provider", "recipe", "metric", "commit")
     timed = [row for row in rows if (row["provider"], row["metric"]) == ("sage_kernels", "time")]
-    timed.sort(key=lambda row: "/" not in row["case"])  # stable: the usual ones last
+    timed.sort(key=lambda row: "/" not in row["case"])  # stable; the usual ones go last, so they win below
     shown = {(row["case"].partition("/")[0], row["gpu"], row["recipe"]): row["case"] for row in timed}
     from sage_kernels.results import is_without_int8
 
@@ -331,7 +348,7 @@ def _whole_models(rows: list[dict[str, str]], summary: bool = False) -> str:
 
         def value(provider, metric="time", recipe="", case=case, gpu=gpu, commit=row["commit"], before=before):
             key = (case, gpu, provider, recipe, metric)
-            # of the same run, where it was measured there: the others' rows come before ours
+            # of the same run if it was measured there: the others' rows come before ours
             same_run = by_run if provider == "sage_kernels" else before
             found = same_run.get((*key, commit), by_key.get(key))
             return "–" if found is None else _with_spread(found)
@@ -339,7 +356,7 @@ def _whole_models(rows: list[dict[str, str]], summary: bool = False) -> str:
         stock = [value(name) for name in ("torch_sdpa_cudnn", "torch_sdpa_flash", "attention_removed")]
         peaks = [value("torch_sdpa_cudnn", "peak_memory"), value("sage_kernels", "peak_memory", recipe)]
         error = value("sage_kernels", "rel_l1", recipe)
-        # only of the same run: another one may have run in INT8
+        # int8_calls of the same run only: another run may have run in INT8
         calls = by_run.get((case, gpu, "sage_kernels", recipe, "int8_calls", row["commit"]))
         without = is_without_int8(row, None if calls is None else calls["median"])
         ratio = NO_INT8 if without else row["ratio_vs_cudnn"] or "–"
@@ -351,7 +368,7 @@ def _whole_models(rows: list[dict[str, str]], summary: bool = False) -> str:
 
 
 def _with_spread(row: dict[str, str]) -> str:
-    """A row's median, and how far its values lie apart where that is far."""
+    """Return a row's median, with the spread of its values if that is large."""
     low, high = (float(row.get(name) or 0) for name in ("p20", "p80"))
     return row["median"] + (f" ({low:.1f} – {high:.1f})" if high > 1.25 * low else "")
 
@@ -360,12 +377,12 @@ LAYERS = re.compile(r"(?P<model>.+)/(?P<variant>everything|without_\w+)$")  # ro
 
 
 def is_layer_row(row: dict[str, str]) -> bool:
-    """Whether a row tells what a layer of the launch path brings, not how fast a model is."""
+    """Return True for a row that measures a layer of the launch path, not a model's speed."""
     return LAYERS.match(row["case"]) is not None
 
 
 def launch_layers(rows: list[dict[str, str]]) -> str:
-    """A line for each model and run: with all layers of the launch path, and without each."""
+    """Return a table of models with all layers of the launch path and without each, a line per run."""
     runs: dict[tuple[str, ...], list[dict[str, str]]] = {}
     for row in rows:
         found_in = LAYERS.match(row["case"])
@@ -373,7 +390,7 @@ def launch_layers(rows: list[dict[str, str]]) -> str:
             continue
         model, variant = found_in.group("model", "variant")
         of_model = runs.setdefault((model, row["commit"], row["gpu"], row["unit"]), [])
-        if not of_model or variant in of_model[-1]:  # a variant that is there already: another run
+        if not of_model or variant in of_model[-1]:  # a variant that comes again begins another run
             of_model.append({})
         of_model[-1][variant] = f"{float(row['median']):.1f} ({float(row['p20']):.1f} – {float(row['p80']):.1f})"
     if not runs:
@@ -390,5 +407,6 @@ def launch_layers(rows: list[dict[str, str]]) -> str:
 
 
 def markdown_table(header: list[str], lines: list[list[str]]) -> str:
+    """Return a Markdown table of texts."""
     rows = [header, ["---"] * len(header), *lines]
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)

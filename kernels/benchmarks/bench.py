@@ -1,11 +1,12 @@
-"""Time our attention against PyTorch's on this GPU: correctness gate first, then the clock, then rows in results.csv.
+"""Time our attention against PyTorch's on this GPU: check, time, append rows to results.csv.
 
     make bench
     make bench ARGS="--set all --no-save"
 
-Every time includes what a caller pays (smoothing, quantisation). All providers of a case run in the same process, in
-turns, and the ratio is that of their medians: absolute times drift from run to run, and a GPU that has been busy for
-seconds is a slower one.
+Every time includes smoothing and quantisation. A provider with too large an error gets no time and no row. All
+providers
+of a case run in turns in one process, and ratios are those of their medians: absolute times drift from run to run, and
+a GPU that has been busy for seconds is slower.
 """
 
 from __future__ import annotations
@@ -35,21 +36,21 @@ from sage_kernels.testing import relative_l2
 
 
 RESULTS = Path(__file__).resolve().parent / "results.csv"
-# Relative L2 on N(0, 1), by the format of P and V: above the recipe's own 0.01 to 0.015 and 0.037 to 0.042, far below
-# any mistake
+# Relative L2 on N(0, 1), by the format of P and V: above the recipes' own 0.01 to 0.015 and 0.037 to 0.042, far below
+# that of any bug
 MAX_ERROR = {"16bit": 0.03, "fp8_e4m3": 0.05, "int8": 0.03}
-STUDY_ERROR = 0.1  # of recipes that are there to be compared with: what they lose is what is studied
+STUDY_ERROR = 0.1  # of recipes for comparison only, whose error is the subject
 SDPA = ("torch_sdpa_cudnn", "torch_sdpa_flash")
-INT8_PEERS = {"sageattention_1.0.6": 0.1}  # their own error is theirs; this only tells attention from something else
+INT8_PEERS = {"sageattention_1.0.6": 0.1}  # a loose bound, which only detects a result that is no attention
 # FlexAttention takes half a minute to compile for a shape
 FLEX_CASES = [f"D{d}_N{n}_{kind}" for d in (64, 128) for n in (8192, 16384) for kind in ("full", "causal")]
 ROUNDS = 3  # turns of every provider
 HOST_CALLS = 50
-GATE_ROWS = 512  # query rows that the gate compares with fp64; rows are independent of each other
+GATE_ROWS = 512  # query rows that are compared with fp64; rows are independent of each other
 
 
 def options_of(case):
-    """The keyword arguments of `sage_attention` for the case's mask."""
+    """Return the keyword arguments of `sage_attention` for the case's mask."""
     if case.hidden_keys:
         mask = torch.ones(case.batch, 1, 1, case.seq_kv, dtype=torch.bool, device="cuda")
         mask[..., case.seq_kv - case.hidden_keys :] = False
@@ -58,7 +59,7 @@ def options_of(case):
 
 
 def exact_rows(case, q, k, v):
-    """Exact attention of the last GATE_ROWS query rows, head by head in fp64 (memory)."""
+    """Return attention of the last GATE_ROWS query rows in fp64, head by head to save memory."""
     q = q[:, -GATE_ROWS:]
     out = torch.empty(q.shape, dtype=torch.float64, device=q.device)
     visible = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device)
@@ -90,13 +91,14 @@ def torch_sdpa(case, backend, attn_mask=None, causal=""):
 def planned_attention(
     case, q, k, v, lagged=False, rotation="none", attention=sage_attention, planning=planning, **options
 ):
-    """Timestep scaling in its steady state: a plan made from a step of the same distribution.
+    """Return attention with timestep scaling and a plan, made from one call on these inputs.
 
-    lagged: keep the rows' maxima as the softmax reference of the next call (FP8), for each set of inputs its own: a
-    denoising step sees nearly the rows of the step before, and another random draw would not. Tiles of rows that are
-    done again nevertheless are counted, and timed; "/running_max" is the same without such a reference.
-
-    attention, planning: `sage_attention` and the module of ScaleState and Site, of another version than today's.
+    Args:
+        lagged: keep the rows' maxima as the softmax reference of the next call (FP8). Each set of inputs has its own
+            maxima, since a denoising step sees nearly the rows of the step before, but another random draw does not.
+            Query tiles whose reference does not fit are computed again; that is counted and timed. "/running_max" is
+            the same without such a reference.
+        attention, planning: `sage_attention` and the module of ScaleState and Site, possibly of another version.
     """
     options |= {"rotation": rotation}
     scales = planning.ScaleState([planning.Site("bench", case.kv_heads, case.head_dim, rotation)], device=q.device)
@@ -120,7 +122,7 @@ def planned_attention(
 
 
 def flex(case):
-    """torch's FlexAttention, compiled for this shape; GQA without copies of K and V, as all others have it."""
+    """Return torch's FlexAttention, compiled for this shape, without copies of K and V for GQA."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     block_mask = None
@@ -139,7 +141,7 @@ def flex(case):
 
 
 def peers(case):
-    """(provider, function) of other packages that are installed and do this case."""
+    """Yield (provider, function) of other packages that are installed and support this case."""
     if not case.hidden_keys:
         if case.name in FLEX_CASES:
             yield "torch_flex", flex(case)
@@ -162,10 +164,10 @@ def peers(case):
 
 
 def providers(case, inputs):
-    """(provider, suffix of the case's name, recipe, function) for everything that runs here."""
+    """Yield (provider, suffix of the case's name, recipe, function) for everything that runs here."""
     options = options_of(case)
     yield "torch_sdpa_cudnn", "", "", torch_sdpa(case, SDPBackend.CUDNN_ATTENTION, **options)
-    if "attn_mask" not in options:  # flash takes none
+    if "attn_mask" not in options:  # flash supports no mask tensor
         yield "torch_sdpa_flash", "", "", torch_sdpa(case, SDPBackend.FLASH_ATTENTION, **options)
     for provider, function in peers(case):
         yield provider, "", "", function
@@ -198,7 +200,7 @@ def make_inputs(case, dtype):
 
 
 def host_microseconds(function, inputs) -> list[float]:
-    """How long each of HOST_CALLS calls takes to return, with the GPU's queue empty before it."""
+    """Return the time that each of HOST_CALLS calls takes to return, with an empty GPU queue before it."""
     times = []
     for _ in range(HOST_CALLS):
         torch.cuda.synchronize()
@@ -210,18 +212,18 @@ def host_microseconds(function, inputs) -> list[float]:
 
 
 def quintiles(values: list[float]) -> tuple[float, float, float]:
-    """p20, median, p80."""
+    """Return p20, median, p80."""
     cuts = statistics.quantiles(values, n=5, method="inclusive")
     return cuts[0], statistics.median(values), cuts[3]
 
 
 @dataclass
 class Entrant:
-    """One provider that passed the gate of a case.
+    """One provider that passed the correctness gate of a case.
 
     Attributes:
         suffix: of the case's name in its rows.
-        error: relative L2 against fp64; None: not known.
+        error: relative L2 against fp64; None if it is not known.
         times: of its calls so far, in ms.
     """
 
@@ -242,9 +244,9 @@ class Entrant:
 
 
 def gate(case, inputs, offered, exact=None) -> tuple[list[Entrant], list[str]]:
-    """Who of `offered` (see `providers`) attends to `inputs` as exactly as it should, and the failures.
+    """Check the error of each provider. Returns the entrants that passed, and the failures in words.
 
-    exact: the last rows of what it should be, if that is not attention of `inputs` as they are.
+    offered: as from `providers`. exact: the last rows of the exact result, if that is not attention of `inputs`.
     """
     exact = exact_rows(case, *inputs) if exact is None else exact
     entrants, failures = [], []
@@ -252,7 +254,7 @@ def gate(case, inputs, offered, exact=None) -> tuple[list[Entrant], list[str]]:
         try:
             error = float(relative_l2(function(*inputs)[:, -GATE_ROWS:], exact))
         except Exception as failure:
-            # what a peer raises where it can't is its own affair; PyTorch's back ends raise RuntimeError
+            # a peer that can't run may raise anything; PyTorch's back ends raise RuntimeError
             if provider == "sage_kernels" or (provider in SDPA and not isinstance(failure, RuntimeError)):
                 raise
             print(f"{case.name:42} {provider:18} not here: {str(failure).splitlines()[0][:80]}", flush=True)
@@ -262,7 +264,7 @@ def gate(case, inputs, offered, exact=None) -> tuple[list[Entrant], list[str]]:
         elif recipe in RECIPES:
             bar = STUDY_ERROR if RECIPES[recipe].study else MAX_ERROR[RECIPES[recipe].pv]
         else:
-            bar = MAX_ERROR["16bit"]  # mixed precision has P and V in 16 bit, too
+            bar = MAX_ERROR["16bit"]  # mixed precision, which has P and V in 16 bit, and others' 16-bit attention
         if error <= bar:
             entrants.append(Entrant(provider, suffix, recipe, function, error))
         else:
@@ -272,13 +274,13 @@ def gate(case, inputs, offered, exact=None) -> tuple[list[Entrant], list[str]]:
 
 
 def make_sets(case, dtype=torch.bfloat16) -> list:
-    """Sets of inputs, so many that together they do not fit the 50 MB cache."""
+    """Return sets of inputs, at least two and together too large for the 50 MB cache."""
     bytes_a_set = 2 * case.batch * case.head_dim * (case.seq_q * case.heads + 2 * case.seq_kv * case.kv_heads)
     return [make_inputs(case, dtype) for _ in range(max(2, math.ceil(200e6 / bytes_a_set)))]
 
 
 def take_turns(case, entrants: list[Entrant], sets_of: Callable) -> None:
-    """Time all entrants, each on the next set of its inputs with every call. sets_of(entrant): these sets."""
+    """Time all entrants in turns, each call on the next set of inputs. sets_of(entrant): its sets."""
     for _ in range(ROUNDS):
         for entrant in entrants:
             function, sets, turn = entrant.function, sets_of(entrant), iter(range(1 << 60))
@@ -297,7 +299,7 @@ def run_case(case, save: bool) -> list[str]:
 
 
 def race(case, entrants: list[Entrant], sets: list, save: bool, pacers: int = 0) -> None:
-    """Time those that passed the gate, in turns, and report them: all but the first few, which had rows before."""
+    """Time entrants in turns and report them, except the first `pacers`, which have rows already."""
     take_turns(case, entrants, lambda _: sets)
     cudnn = next((quintiles(e.times)[1] for e in entrants if e.provider == "torch_sdpa_cudnn"), None)
     best = min((quintiles(e.times)[1] for e in entrants if not e.is_int8), default=math.inf)
@@ -306,9 +308,9 @@ def race(case, entrants: list[Entrant], sets: list, save: bool, pacers: int = 0)
 
 
 def run_cases(description: str, cases: list, run_one: Callable, recipes: Sequence[str] = ()) -> int:
-    """`main` of a bench whose options are whether it saves and, where it has several, which `recipes` it times.
+    """Run a benchmark as a command with the options --no-save and, if it has several `recipes`, --recipe.
 
-    run_one: (case, save), and those recipes if there are any → the failures.
+    run_one: (case, save) or (case, save, chosen recipes) → the failures. Returns the exit status.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--no-save", action="store_true", help="print only, append nothing to results.csv")
@@ -325,8 +327,8 @@ def run_cases(description: str, cases: list, run_one: Callable, recipes: Sequenc
 
 
 def report(case, entrant: Entrant, cudnn_ms, best_ms, inputs, save: bool) -> None:
-    """Print what was measured of one provider, and append its rows."""
-    # what a masked call has to do: padding counts as work, the hidden half of a causal square does not
+    """Print the measurements of one provider, and append its rows."""
+    # operations that count as work: hidden padding does, the hidden half of a causal square does not
     flops = 4 * case.batch * case.heads * case.seq_q * case.seq_kv * case.head_dim / (2 if case.causal else 1)
     p20, median, p80 = quintiles(entrant.times)
     # the slow end of the times is the low end of the rates
@@ -347,7 +349,7 @@ def report(case, entrant: Entrant, cudnn_ms, best_ms, inputs, save: bool) -> Non
             p80=f"{tflops[2]:.1f}", ratio_vs_cudnn="" if ratio is None else f"{ratio:.3f}",
         )  # fmt: skip
     site = entrant.function.scales.summary()[0] if hasattr(entrant.function, "scales") else {"lagged": 0}
-    if site["lagged"]:  # its tiles had a reference that might not have fitted
+    if site["lagged"]:  # tiles with an earlier call's reference, which might not have fitted
         print(f"{'':42} {site['redone']:.2%} of the tiles of query rows were done again", flush=True)
         if save:
             append_row(RESULTS, **shared, metric="redone_share", unit="1", median=f"{site['redone']:.5f}")

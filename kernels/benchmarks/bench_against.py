@@ -1,12 +1,12 @@
-"""Time attention against that of earlier commits, in one process and in turns: is it as fast as it was?
+"""Time attention against that of earlier commits, in turns in one process.
 
     python kernels/benchmarks/bench_against.py de7f737
     python kernels/benchmarks/bench_against.py de7f737=../old itself=. --no-save
 
-Each is a commit of this repository, or NAME=FOLDER where a checkout of it lies. Its packages are copied under another
-name, so that both are there at once; compared with a copy of today's own code ("itself=.") the figures show what is
-noise. Planned scales in their steady state, both recipes. The ratio is the median over turns of today's time divided
-by the other's in the same turn: absolute times drift, and a GPU that has been busy is a slower one.
+Each argument is a commit of this repository, or NAME=FOLDER for a checkout. Its packages are copied under another
+name, so that both versions can be imported. A comparison with a copy of today's code ("itself=.") shows the noise.
+Both recipes run with a plan. The ratio is the median over turns of today's time over the other's in the same turn:
+absolute times drift, and a GPU that has been busy is slower.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from sage_kernels.results import append_row, check_appendable
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = {"sage_kernels": "kernels/sage_kernels", "sage_processors": "sage_processors"}
-PLANNING = ("sage_kernels.planning.state", "sage_processors.scales")  # today's room, and where it was before
+PLANNING = ("sage_kernels.planning.state", "sage_processors.scales")  # where ScaleState is, and where it was once
 TURNS = 60
-TURN_MS = 25.0  # of each function in each turn
+TURN_MS = 25.0  # time of each function in each turn
 CASES = [square(128, 4096), square(128, 16384)]
 
 
 class Version(NamedTuple):
-    """attention: its `sage_attention`. planning: its module of ScaleState and Site."""
+    """One version of the packages. attention: its `sage_attention`. planning: its module with ScaleState."""
 
     name: str
     attention: Callable
@@ -50,7 +50,7 @@ class Version(NamedTuple):
 
 
 def unpack(commit: str, folder: Path) -> Path:
-    """The packages of a commit, as files in the folder."""
+    """Write the packages of a commit into a folder, which is returned. Raises: ValueError."""
     done = subprocess.run(
         ["git", "-C", str(ROOT), "archive", commit, *PACKAGES.values()], capture_output=True, check=False
     )
@@ -62,7 +62,10 @@ def unpack(commit: str, folder: Path) -> Path:
 
 
 def copy_renamed(checkout: Path, suffix: str, folder: Path) -> None:
-    """The packages of a checkout with the suffix in all of their names, those of their operators included."""
+    """Copy the packages of a checkout, with a suffix in all package and operator names.
+
+    Raises: ValueError if the folder is no checkout.
+    """
     if not (checkout / PACKAGES["sage_kernels"]).is_dir():
         raise ValueError(
             f"{checkout}: got no {PACKAGES['sage_kernels']} in it, expected a checkout of this repository"
@@ -78,7 +81,7 @@ def copy_renamed(checkout: Path, suffix: str, folder: Path) -> None:
 
 
 def load(name: str, checkout: Path, folder: Path) -> Version:
-    """Import a checkout's packages beside today's."""
+    """Import a checkout's packages beside today's. Raises: ValueError."""
     suffix = "_" + "".join(letter if letter.isalnum() else "_" for letter in name)
     copy_renamed(checkout, suffix, folder)
     sys.path.insert(0, str(folder))
@@ -92,7 +95,7 @@ def load(name: str, checkout: Path, folder: Path) -> Version:
 
 
 def entrants_of(case: Case, versions: list[Version], recipe: str, inputs) -> tuple[list[Entrant], list[str]]:
-    """Each version's entrant, today's first, and what failed the gate."""
+    """Return an entrant for each version, today's first, and the failures of the gate."""
     offered = []
     for version in versions:
         function = planned_attention(
@@ -104,7 +107,7 @@ def entrants_of(case: Case, versions: list[Version], recipe: str, inputs) -> tup
 
 
 def take_turns(entrants: list[Entrant], sets: list) -> None:
-    """Times of each, ms a call: in every turn all of them, and who comes first changes from turn to turn."""
+    """Time all entrants in every turn, in ms per call. The first one changes from turn to turn."""
 
     def timed(entrant: Entrant, calls: int) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -115,7 +118,7 @@ def take_turns(entrants: list[Entrant], sets: list) -> None:
         end.synchronize()
         return start.elapsed_time(end) / calls
 
-    for entrant in entrants:  # compiled, and what each set of inputs keeps is there
+    for entrant in entrants:  # compiles the kernels, and makes the row maxima of each set of inputs
         timed(entrant, 3 * len(sets))
     calls = max(2, round(TURN_MS / timed(entrants[0], len(sets))))
     for turn in range(TURNS):
@@ -126,7 +129,7 @@ def take_turns(entrants: list[Entrant], sets: list) -> None:
 
 
 def report(case: Case, entrants: list[Entrant], save: bool) -> None:
-    """Print each one's time and what today's is of it, and append the rows of each other one."""
+    """Print each version's time and today's relative to it, and append rows for each other version."""
     now, *others = entrants
     print(f"{case.name:20} {now.recipe:16} today {quintiles(now.times)[1]:.4f} ms, {now.error:.5f}", flush=True)
     for other in others:

@@ -1,12 +1,12 @@
-"""Time attention as it is called, from CUDA graphs, and compiled: correctness gate, clock, rows in results.csv.
+"""Time attention called eagerly, from CUDA graphs, and compiled, with rows in results.csv.
 
     python kernels/benchmarks/bench_calls.py
     python kernels/benchmarks/bench_calls.py --case D128_N4096_full --no-save
 
-All ways of all providers take turns, and a ratio is that to cuDNN called in the same way. Beside the speed: how long a
-call takes to return, and what a graph of one call launches (of a compiled one, too). Compiled calls in 8-bit P have a
-running max here, since compiled code can't look up what the same inputs left; in a compiled model they keep row maxima
-(`bench_end_to_end.py --called compiled`).
+All providers, each called in all ways, take turns, and a ratio is to cuDNN called in the same way. Also measured: the
+time until a call returns, and the number of launches in a graph of one call. Compiled calls with 8-bit P use a running
+max here, since compiled code can't look up the row maxima that the same inputs left. In a compiled model they keep row
+maxima (`bench_end_to_end.py --called compiled`).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ CASES = [
 
 
 def makers(case, inputs) -> list[tuple[str, str, Callable, Callable]]:
-    """(provider, recipe, what makes a function, what makes one that can be compiled)."""
+    """Return (provider, recipe, maker of a function, maker of a function that can be compiled)."""
     options = options_of(case)
     fp8 = options | {"recipe": FP8_RECIPE}
     stock = partial(torch_sdpa, case, SDPBackend.CUDNN_ATTENTION, **options)
@@ -63,7 +63,7 @@ def makers(case, inputs) -> list[tuple[str, str, Callable, Callable]]:
 
 
 def offered(case, sets):
-    """(provider, suffix of the case's name, recipe, function) for every way of every provider."""
+    """Yield (provider, suffix of the case's name, recipe, function) for every provider and way of calling."""
     for provider, recipe, make, make_compilable in makers(case, sets[0]):
         yield provider, "/eager", recipe, make()
         yield provider, "/cuda_graph", recipe, Replayed(make(), sets)
@@ -71,7 +71,7 @@ def offered(case, sets):
 
 
 def launched(entrant: Entrant, inputs) -> dict[str, int]:
-    """{kind of node: how many} of a graph of one call."""
+    """Return {kind of node: count} of a CUDA graph of one call."""
     if isinstance(entrant.function, Replayed):
         return entrant.function.launched
     return graph_nodes(captured(entrant.function, *inputs)[0])

@@ -1,16 +1,16 @@
-"""Time a model's first forwards with an empty kernel cache: rows of suite cold_start.
+"""Time a model's first forwards with an empty kernel cache, for suite cold_start.
 
     python kernels/benchmarks/bench_cold_start.py                          # both recipes, under 200 s on an H200
     python kernels/benchmarks/bench_cold_start.py --recipe qk_int8_pv_bf16 --linears int8
     python kernels/benchmarks/bench_cold_start.py --recipe qk_int8_pv_fp8 --layers 99 --no-save
 
-Each measurement is a process of its own with a new TRITON_CACHE_DIR, begun when the model lies on the GPU:
-    first_forward        from `apply`, for stock from the forward, to the end of the first forward
-    worst_later_forward  the longest of the next ones: kernels that later steps need
-    warm_up              `handle.warm_up()` from `apply` on; the forwards after it are rows of {case}/warmed_up
-Rows of {case}/compiled have no prebuilt kernels, as on GPUs and with versions of Triton that there are none for.
-Random weights and true widths; of few blocks, so a step is short: what step 4 needs must be ready sooner than in the
-whole model, and a later forward waits longer than there. The GPU itself is warm (its context is there), cuBLAS is not.
+Each measurement runs in a process of its own with a new TRITON_CACHE_DIR. The clock starts with the model on the GPU:
+    first_forward        from `apply` (stock: from the forward) to the end of the first forward
+    worst_later_forward  the longest of the next forwards, some of which need more kernels
+    warm_up              from `apply` to the end of `handle.warm_up()`; later forwards are rows of {case}/warmed_up
+Rows of {case}/compiled ran without prebuilt kernels, as on a GPU or with a version of Triton that has none.
+The model has random weights, true widths and few blocks. So its steps are short, and a later forward waits longer for
+its kernels than in the whole model. The GPU's context exists already, cuBLAS is not initialised.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from sage_processors.option_groups import LINEARS
 
 
 RESULTS = Path(__file__).resolve().parent / "results.csv"
-STEPS = 9  # row maxima come into use in the fifth; a later one shows what is usual
+STEPS = 9  # row maxima are used from the fifth on; the later ones show the usual time
 STOCK, OURS, WARMED, COMPILED = "stock", "ours", "warmed_up", "compiled"
 PROVIDERS = {STOCK: "torch_sdpa_cudnn", OURS: "sage_kernels", WARMED: "sage_kernels", COMPILED: "sage_kernels"}
 
 
 def chosen_case(name: str, layers: int, tiny: bool) -> ModelCase:
-    """The case with at most so many blocks of each kind, named after how many that makes."""
+    """Return the case with at most `layers` blocks of each kind, named after their total number."""
     whole = CASES[name]
     case = whole.thinned(layers)
     blocks = sum(case.config[option] for option in case.layer_options)
@@ -55,7 +55,7 @@ def chosen_case(name: str, layers: int, tiny: bool) -> ModelCase:
 
 @torch.no_grad()
 def measure(options) -> dict:
-    """In the process of one measurement: seconds of its forwards, of the warm-up, and what was compiled."""
+    """Measure in this process. Returns the seconds of the forwards and the warm-up, and counts of kernels."""
     device = torch.device(options.device)
     case = chosen_case(options.case, options.layers, options.tiny)
     model = make_model(case, device, torch.bfloat16)
@@ -94,7 +94,7 @@ def measure(options) -> dict:
 
 
 def run_alone(options, what: str, recipe: str) -> dict:
-    """`measure` in a process of its own, with an empty cache of kernels."""
+    """Run `measure` in a process of its own, with an empty kernel cache."""
     command = [sys.executable, __file__, "--measure", what, "--recipe", recipe, "--case", options.case]
     command += ["--layers", str(options.layers), "--device", options.device, "--linears", options.linears]
     command += ["--tiny"] * options.tiny
@@ -139,7 +139,7 @@ def parse(arguments=None) -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="a tiny model of the same class; needs --csv to save")
     parser.add_argument("--csv", type=Path, help="where rows go; results.csv by default")
     parser.add_argument("--no-save", action="store_true", help="print only")
-    parser.add_argument("--measure", choices=sorted(PROVIDERS), help=argparse.SUPPRESS)  # one, in this process
+    parser.add_argument("--measure", choices=sorted(PROVIDERS), help=argparse.SUPPRESS)  # one only, in this process
     return parser.parse_args(arguments)
 
 

@@ -1,12 +1,12 @@
-"""Time attention of one query over an INT8 KV cache against 16-bit caches: gate first, then the clock, then rows.
+"""Time attention of one query over an INT8 KV cache against 16-bit caches, with rows in results.csv.
 
     python kernels/benchmarks/bench_decode.py
     python kernels/benchmarks/bench_decode.py --set short --no-save
-    python kernels/benchmarks/bench_decode.py --dry-run          # everything but the clock, small, without a GPU
+    python kernels/benchmarks/bench_decode.py --dry-run          # checks without timing, on a small case and the CPU
 
-Attention only, as in a decoding step of a model whose cache is full: the new token is in it already. Providers of a
-case run in one process, one after the other, on caches rotated past the L2 cache. Bandwidth counts the bytes of keys,
-values and scales once each. Each is timed as called, where a short one waits for Python, and as replayed from a CUDA
+Only attention is timed, as in a decode step: the new token is in the cache already. Providers of a case run one after
+the other in one process, in turns on several caches, together larger than the L2 cache. Bandwidth counts the bytes of
+keys, values and scales once each. Each provider is timed as called, where short calls wait for Python, and from a CUDA
 graph (`/cuda_graph`), as compiled models decode.
 """
 
@@ -29,15 +29,15 @@ from sage_kernels.testing import relative_l2
 
 
 RESULTS = Path(__file__).resolve().parent / "results.csv"
-MAX_ERROR = 0.03  # relative L2 on N(0, 1): far above what INT8 costs, far below any mistake
-L2_BYTES = 200e6  # caches that are rotated are together larger than this
-CHUNK = 8192  # tokens that the gate and the quantisation hold in higher precision at a time
+MAX_ERROR = 0.03  # relative L2 on N(0, 1): far above INT8's error, far below that of any bug
+L2_BYTES = 200e6  # all caches of a case together are larger than this
+CHUNK = 8192  # tokens that are quantised at a time
 RECIPE = "kv_int8"
-GRAPH_CALLS = 20  # at least, of one graph
+GRAPH_CALLS = 20  # least number of calls in one CUDA graph
 
 
 class Case(NamedTuple):
-    """One decoding step: B sequences of seq_kv tokens, H query and H_kv key/value heads of D channels."""
+    """Shapes of one decode step: `batch` sequences of seq_kv tokens each, with grouped query heads."""
 
     name: str
     batch: int
@@ -47,7 +47,7 @@ class Case(NamedTuple):
     head_dim: int = 128
 
     def nbytes(self, bits: int) -> int:
-        """Bytes of keys and values that the step reads; a scale of 2 bytes per token and head with 8 bits."""
+        """Return the bytes of keys and values in the cache, with a 2-byte scale per token and head if 8 bits."""
         return 2 * self.batch * self.kv_heads * self.seq_kv * (self.head_dim * bits // 8 + 2 * (bits == 8))
 
 
@@ -70,7 +70,7 @@ class Caches:
         shape = (case.batch, case.kv_heads, case.seq_kv, case.head_dim)
         self.q = torch.randn(case.batch, 1, case.heads, case.head_dim, device=device, dtype=dtype)
         self.k, self.v = (torch.randn(shape, device=device, dtype=dtype) for _ in range(2))
-        self.v /= 8  # no scale of K fits V
+        self.v /= 8  # so that a mix-up of K's and V's scales would show
         codes = [torch.empty(shape, dtype=torch.int8, device=device) for _ in range(2)]
         scales = [torch.empty(shape[:3], dtype=torch.bfloat16, device=device) for _ in range(2)]
         self.mean = self.k.mean(2, dtype=torch.float32)
@@ -80,12 +80,12 @@ class Caches:
             append_kv(self.k[:, :, part], self.v[:, :, part], self.mean, *self.int8, position=start)
 
     def drop_16_bit(self):
-        """Our kernel reads codes; what only the gate needed makes room."""
+        """Free the 16-bit keys and values, which only the correctness gate needs."""
         self.k = self.v = None
 
 
 def exact(case: Case, caches: Caches) -> torch.Tensor:
-    """Attention in fp64, one key/value head at a time (memory): [B, 1, H, D]."""
+    """Return attention in fp64, [B, 1, H, D], one key/value head at a time to save memory."""
     out = torch.empty(case.batch, 1, case.heads, case.head_dim, dtype=torch.float64, device=caches.q.device)
     group = case.heads // case.kv_heads
     for b in range(case.batch):
@@ -101,7 +101,10 @@ def ours(case: Case):
 
 
 def torch_sdpa(case: Case, backend, *, pack: bool):
-    """pack: the heads of a group as rows of one matrix, what a good implementation does with one query."""
+    """Return torch's attention. pack: the query heads of a group become rows of one matrix.
+
+    This is faster for one query.
+    """
 
     def run(c):
         q = c.q.transpose(1, 2)
@@ -115,7 +118,7 @@ def torch_sdpa(case: Case, backend, *, pack: bool):
 
 
 def flex_decoding(case: Case):
-    """torch's FlexAttention, compiled: it has a kernel for few queries that splits the keys."""
+    """Return torch's FlexAttention, compiled. For few queries it has a kernel that splits the keys."""
     from torch.nn.attention.flex_attention import flex_attention
 
     compiled = torch.compile(flex_attention)
@@ -133,7 +136,7 @@ def flash_attn_4(case: Case):
 
 
 def providers(on_gpu: bool):
-    """(provider, suffix of the case's name, bits of the cache, how to make its function)."""
+    """Yield (provider, suffix of the case's name, bits of the cache, maker of its function)."""
     backends = {"math": SDPBackend.MATH}
     if on_gpu:
         backends = {
@@ -156,7 +159,10 @@ def providers(on_gpu: bool):
 
 
 def milliseconds(function, sets, graph: bool) -> tuple[float, float, float]:
-    """p20, median, p80 of one call, each on the next of the caches; graph: from a CUDA graph of many."""
+    """Return p20, median, p80 of one call in ms, each call on the next cache.
+
+    graph: from a CUDA graph of many calls.
+    """
     turn = iter(range(1 << 60))
 
     def call():
@@ -185,7 +191,7 @@ def triton_testing():
 
 
 def copy_bandwidth(device) -> float:
-    """TB/s of a device copy, read and written bytes counted: what the memory gives at best."""
+    """Return the bandwidth of a device copy in TB/s, read and written bytes counted: the memory's best."""
     source = torch.empty(2**30, dtype=torch.int8, device=device)
     target = torch.empty_like(source)
     ms = triton_testing().do_bench(lambda: target.copy_(source), warmup=50, rep=300, quantiles=[0.5])
@@ -209,7 +215,7 @@ def save_rows(case, provider, suffix, bits, error, times, rates, ratio) -> None:
 
 
 def run_case(case: Case, device, dtype, save: bool) -> list[str]:
-    """Gate and time every provider on `case`. Returns the failures; a provider that can't run is none."""
+    """Gate and time every provider on `case`. Returns the failures; a provider that can't run is not one."""
     on_gpu = device.type == "cuda"
     failures, best, cudnn_ms, ours_ms = [], {}, {}, {}
     for provider, suffix, bits, make in providers(on_gpu):

@@ -1,4 +1,4 @@
-"""Time one forward of whole models, stock and in INT8: correctness gate, then rows of suite end_to_end.
+"""Time forwards of whole models, stock and in INT8, with rows of suite end_to_end.
 
     python kernels/benchmarks/bench_end_to_end.py                         # every case, about four minutes on an H200
     python kernels/benchmarks/bench_end_to_end.py --case flux_1024 --min-tokens 0 --no-save
@@ -9,27 +9,27 @@
     python kernels/benchmarks/bench_end_to_end.py --case flux_1024 --linears int8
     python kernels/benchmarks/bench_end_to_end.py --case wan21_1_3b_480p81 --skip 50 --recipe qk_int8_pv_fp8
 
-Random weights, true shapes, wall time of the whole forward with a sync at its end. Providers of a case run one after
-the other in one process, cuDNN first and last, since a GPU that has been busy is a slower one; with `--rounds 4` four
-times so. A forward that met a slow host is timed again (host_speed.py); a provider whose forwards mostly did has no
-rows. Ours is what a user gets: `apply` with timestep scaling for denoisers, `sage_int8` for language models, warmed
-up, each forward a denoising step further; calls that it leaves exact run on the back end that it is compared with.
-`attention_removed` returns the queries: the floor of what attention alone can give.
+Models have random weights and true shapes. The wall time of a whole forward is measured, with a sync at its end.
+Providers of a case run one after the other in one process, cuDNN first and last, since a GPU that has been busy is
+slower; `--rounds 4` repeats this four times. A forward that met a slow host is timed again (host_speed.py). A provider
+gets no rows if most of its forwards did. Ours is as a user runs it: `apply` with timestep scaling for denoisers,
+`sage_int8` for language models, after a warm-up, each forward one denoising step further. Its calls that stay in 16
+bit run on the back end it is compared with. `attention_removed` returns the queries: no attention can be faster.
 
-Denoisers are also timed as others call them: under torch.inference_mode(), their repeated blocks compiled, as
-diffusers advises, or the whole forward from a CUDA graph whose inputs are copied into place for every replay, of
-`captured` ours with graphs="auto". Of `compiled_graphs` the compiler records one of each block. With
-`--together 4` so many forwards are made before the GPU is waited for, as pipelines make all of a picture: what Python
-does before a forward then happens while the GPU is busy with the one before. Times are those of one forward.
+`--called` times denoisers in other ways: under torch.inference_mode(); with repeated blocks compiled, as diffusers
+advises; with a CUDA graph of each compiled block (`compiled_graphs`); with the whole forward from a CUDA graph, whose
+inputs are copied into place for every replay (`captured`: ours with graphs="auto"). With `--together 4` the host waits
+for the GPU after every fourth forward only, as a pipeline waits at the end: Python's work for a forward then overlaps
+the GPU's work on the forward before. Times are per forward.
 
-`--rival torchao_int8` measures stock attention and linear layers that another package quantised, the same ones as
-ours (rival_linears.py), held against stock as ours is.
+`--rival torchao_int8` measures stock attention with linear layers that another package quantised, the same layers as
+ours (rival_linears.py), checked against stock as ours is.
 
-`--skip 50` leaves out so many percent of the key tiles of the largest attention, at random: what skip="temporal" would
-bring at that share, for models of random weights have none of their own. The lists stay as they are and nothing is
-measured, which bench_skip.py times by itself. Ours is then held against the same model with exact attention to the
-same tiles (metric rel_l1_same_tiles; rel_l2_error likewise): against stock it is another function. Times are compared
-with stock attention, which leaves out nothing.
+`--skip 50` leaves out that percentage of the key tiles of the largest attention, at random. It shows the speed of
+`skip` at that share, since models with random weights have no tiles worth skipping. The lists stay the same
+and nothing is measured for them, which bench_skip.py times. Ours is then checked against the same model with 16-bit
+attention to the same tiles (metric rel_l1_same_tiles; rel_l2_error likewise). Times are compared with stock attention,
+which leaves out nothing.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ from sage_processors.linears.weights.layers import choose
 
 RESULTS = Path(__file__).resolve().parent / "results.csv"
 # Relative L1 of the model's output against stock attention's. At full depth and a quarter of the width, on a CPU in
-# bf16, INT8 made 0.012 (Wan) to 0.031 (SDXL), and attention removed 0.97 and more.
+# bf16, INT8 has 0.012 (Wan) to 0.031 (SDXL), and removed attention 0.97 and more.
 MAX_ERROR = 0.08
 # Forwards before the first timed one, in which kernels compile: the first has no plan, the second makes one, the
 # fourth keeps row maxima (8-bit P) and the fifth reads them.
@@ -73,12 +73,16 @@ BACKENDS = {"torch_sdpa_cudnn": SDPBackend.CUDNN_ATTENTION, "torch_sdpa_flash": 
 
 
 class Gated(Exception):
-    """A provider's result must not become a row."""
+    """Raised for a result that must not become a row."""
 
 
 class Measured(NamedTuple):
-    """Times of the forwards in ms, how many of them a slow host had a part in, peak memory in GiB (None on a CPU),
-    output of the last forward."""
+    """Result of one provider.
+
+    Attributes:
+        times: of the forwards, ms. slow: number of forwards with a slow host. peak: memory in GiB; None on a CPU.
+        output: of the last forward.
+    """
 
     times: list[float]
     slow: int
@@ -88,9 +92,9 @@ class Measured(NamedTuple):
 
 @contextmanager
 def compiled_blocks(model, *, graphs: bool = False):
-    """The model's repeated blocks compiled, each kind once; what was compiled is forgotten at the end.
+    """Compile the model's repeated blocks inside of the with-statement.
 
-    Args: graphs: a CUDA graph of each block, as the compiler records them.
+    Args: graphs: with a CUDA graph of each block, recorded by the compiler.
     """
     torch.compiler.reset()
     mode = {"mode": "reduce-overhead"} if graphs else {}
@@ -104,7 +108,7 @@ def compiled_blocks(model, *, graphs: bool = False):
 
 
 def held_to(provider: str, device):
-    """SDPA on one back end; on a CPU, which has none of them, as it is."""
+    """Restrict SDPA to one back end; no change on a CPU, which has none of them."""
     return sdpa_kernel(BACKENDS[provider]) if device.type == "cuda" else nullcontext()
 
 
@@ -124,16 +128,16 @@ class Bench:
             sizes = case.attention()
             self.shape = Shape(*(sizes[name] for name in ("batch", "heads", "seq_q", "seq_kv", "head_dim")))
             self.lists = random_lists(self.shape, skip / 100, recipe, device)
-        self.int8_calls = None  # of attention and linear layers, that ran in 8 bit, once ours has
-        self.redone = None  # most of a layer's query tiles that were done again, once ours has run
+        self.int8_calls = None  # attention and linear calls in 8 bit, once ours has run
+        self.redone = None  # largest share of a layer's query tiles computed again, once ours has run
 
     @property
     def full_recipe(self) -> str:
-        """Of attention, and of linear layers where they run in 8 bit."""
+        """Recipe of attention, and of linear layers if they run in 8 bit."""
         return self.recipe if self.linears == "none" else f"{self.recipe}+linears_{self.linears}"
 
     def providers(self):
-        """(provider, what measures it), stock ones first, cuDNN last as well unless a forward is timed only once."""
+        """Yield (provider, function that measures it), cuDNN first and, with several forwards, last too."""
         backends = [name for name in BACKENDS if not self.case.is_denoiser or name == "torch_sdpa_cudnn"]
         for _ in range(self.rounds):
             for name in backends:
@@ -147,7 +151,7 @@ class Bench:
 
     def stock(self, provider: str) -> Measured:
         with held_to(provider, self.device):
-            # what compiles nothing needs no long warm-up: a forward may take 17 s
+            # stock attention compiles nothing and needs no long warm-up: a forward may take 17 s
             return self.measure(1 if provider == "torch_sdpa_cudnn" or self.reps > 1 else 0)
 
     def removed(self) -> Measured:
@@ -198,14 +202,14 @@ class Bench:
         return result
 
     def expected(self, stock: torch.Tensor) -> torch.Tensor:
-        """What ours is held against: stock's output, or that of exact attention to the tiles that lists leave."""
+        """Return the output to check ours against: stock's, or 16-bit attention's to the visited tiles."""
         if self.lists is None:
             return stock
         with listed_attention(self.shape, self.lists):
             return self._forward(self.inputs(WARM_UP + self.reps * self.together - 1))
 
     def measure(self, warm_up: int, new_run=lambda: None) -> Measured:
-        """Timed forwards at steps WARM_UP to WARM_UP + reps - 1, after `warm_up` ones at the steps before."""
+        """Time forwards from step WARM_UP on, after `warm_up` forwards at the steps before."""
         compiles, graphs = self.called in COMPILES, self.called == "compiled_graphs"
         with compiled_blocks(self.model, graphs=graphs) if compiles else nullcontext():
             new_run()
@@ -233,7 +237,7 @@ class Bench:
 
     def _forward(self, inputs: dict) -> torch.Tensor:
         self.forwards += 1
-        if self.called == "compiled_graphs":  # until then one block's output is the next one's input
+        if self.called == "compiled_graphs":  # graphs' memory may be reused from here on
             torch.compiler.cudagraph_mark_step_begin()
         return self.model(**inputs, return_dict=True)[0]
 
@@ -250,9 +254,9 @@ class Bench:
             torch.cuda.synchronize(self.device)
 
     def check_report(self, report, forwards: int, before=None) -> None:
-        """Raise unless every layer that is worth INT8 ran in it, and the others were short."""
+        """Raise Gated unless every layer that is worth INT8 ran in INT8 and all other calls were short."""
         calls, exact = report.calls, dict(report.fallbacks)
-        if before is not None:  # the model is used by several cases
+        if before is not None:  # several cases share the model and its counters
             calls -= before.calls
             exact = {reason: number - before.fallbacks.get(reason, 0) for reason, number in exact.items()}
         sizes = {name: value for name, value in self.case.attention().items() if name != "kv_heads"}
@@ -274,7 +278,10 @@ class Bench:
 
 
 def check_output(output, stock) -> tuple[float, float]:
-    """(relative L1, relative L2) of a model's output against what it should be, mostly stock's. Raises: Gated."""
+    """Return relative L1 and L2 of a model's output against the expected one.
+
+    Raises: Gated if L1 is too large.
+    """
     output, stock = output.float(), stock.float()
     l1 = float((output - stock).abs().sum() / stock.abs().sum())
     if not l1 <= MAX_ERROR:
@@ -294,18 +301,18 @@ def run_case(bench: Bench, csv: Path | None) -> list[str]:
         except (Gated, RuntimeError, NotImplementedError, ValueError) as error:
             failures.append(f"{case.name} {provider}: {str(error).strip().splitlines()[0]}")
             print(f"FAILED {failures[-1]}", flush=True)
-            results.pop(provider, None)  # of turns before
+            results.pop(provider, None)  # drops its results of earlier rounds too
             continue
         if stock is None:
             stock = result.output
-        if provider in results:  # not its first turn
+        if provider in results:  # of an earlier round
             earlier, errors = results[provider]
             result = earlier._replace(times=earlier.times + result.times, slow=earlier.slow + result.slow)
         results[provider] = result, errors
     cudnn = results["torch_sdpa_cudnn"][0].times if "torch_sdpa_cudnn" in results else None
     for provider, (result, errors) in results.items():
         median = statistics.median(result.times)
-        is_stock = provider == OURS and not bench.int8_calls  # a ratio of it would be one of noise
+        is_stock = provider == OURS and not bench.int8_calls  # nothing of ours ran: a ratio would be noise
         ratio = None if cudnn is None or is_stock else statistics.median(cudnn) / median
         said = "no call ran in INT8" if is_stock else "" if ratio is None else f"{ratio:.3f}x"
         print(
@@ -345,7 +352,7 @@ def save(csv: Path, bench: Bench, provider: str, result: Measured, ratio, errors
         append_row(csv, **shared, metric=metric, unit="1", median=f"{errors[0]:.5f}")
     if provider == OURS:
         append_row(csv, **shared, metric="int8_calls", unit="1", median=bench.int8_calls)
-        if bench.case.is_denoiser:  # of the layer that did most of them
+        if bench.case.is_denoiser:  # of the layer with the largest share
             append_row(csv, **shared, metric="redone_share", unit="1", median=f"{bench.redone:.5f}")
 
 
@@ -362,7 +369,7 @@ def main(arguments=None) -> int:
     failures, model, built = [], None, None
     for case in chosen_cases(options):
         if built != (type(case), case.config):
-            model = None  # before the next one is made: two do not fit
+            model = None  # freed before the next one is made, as two do not fit
             gc.collect()
             if device.type == "cuda":
                 torch.cuda.empty_cache()

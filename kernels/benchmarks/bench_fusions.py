@@ -1,19 +1,21 @@
-"""What each fusion of a block in 8 bit brings to a whole forward: with all of them, and without each.
+"""Time whole forwards in 8 bit with all fusions of a block, and without each.
 
     python kernels/benchmarks/bench_fusions.py
     python kernels/benchmarks/bench_fusions.py --case flux_1024 --called compiled --variant all_fusions
     python kernels/benchmarks/bench_fusions.py --called cuda_graph
     python kernels/benchmarks/bench_fusions.py --tiny --device cpu --csv rows.csv
 
-Eager: `norms` (norm and modulation are computed by the quantisation behind them), `results` (activation, gate and
-residual, by the matmul), `heads` (norms and rotary embeddings of heads, in one pass; of a language model the latter
-alone), `values` (those of joint attention are multiplied apart from queries and keys, and lie in one piece). Compiled:
-`heads` likewise, and all that is found in the compiler's graph. A CUDA graph holds what eager code launches, and needs
-no host. Fusions are switched off in this process alone, by what stands in their place here; what they leave out
-PyTorch computes.
+Fusions of eager code:
+    norms    the quantisation kernel computes the norm and modulation in front of it
+    results  the matmul computes activation, gate and residual
+    heads    one pass computes the heads' norms and rotary embedding (in a language model, the latter alone)
+    values   in joint attention, values have a matmul of their own, so that they are contiguous
+In compiled code, `heads` is the same, and `graph` is all that is found in the compiler's graph. A CUDA graph replays
+the launches of eager code without the host. Fusions are switched off in this process alone, by patches; PyTorch then
+computes the same.
 
-bench_end_to_end.py's models, gate and clock, INT8 linear layers, in turns: each variant is swapped in, warmed up and
-timed, in every round. Suite end_to_end, cases {model}/{variant}.
+Models, gate and clock are those of bench_end_to_end.py, with INT8 linear layers. In every round, each variant is
+applied, warmed up and timed. Suite end_to_end, cases {model}/{variant}.
 """
 
 from __future__ import annotations
@@ -50,22 +52,22 @@ VARIANTS = {"eager": EAGER, "compiled": COMPILED, "cuda_graph": EAGER}
 
 
 def _nothing(*_, **__) -> None:
-    """Stands for a function that returns what waits, or None where nothing can; or for one that installs a pass."""
+    """Replace a function that returns a postponed result (by None) or installs a compiler pass."""
 
 
 def _all_joined(owner, modules) -> int:
-    """What stands for last_joined(...): values beside queries and keys."""
+    """Replace last_joined, so that values share a matmul with queries and keys."""
     return len(modules) - 1
 
 
 def _at_once(shape, dtype, device, module, rows) -> torch.Tensor:
-    """What stands for PostponedLinear(...): the product."""
+    """Replace PostponedLinear by the product itself."""
     return modules.product(module, rows, module._sage_linear.bias, dtype=dtype)
 
 
 @contextmanager
 def without(*fusions: str):
-    """These fusions are not made meanwhile."""
+    """Switch these fusions off inside of the with-statement."""
     change, config = mock.patch.object, torch._inductor.config
     with ExitStack() as stack:
         if "norms" in fusions:
@@ -74,7 +76,7 @@ def without(*fusions: str):
             stack.enter_context(change(modules, "PostponedLinear", _at_once))
         if "heads" in fusions:
             stack.enter_context(change(head_norms.HeadNormState, "_waiting", _nothing))
-            stack.enter_context(change(rotary, "_waits", _nothing))
+            stack.enter_context(change(rotary, "_postponed", _nothing))
             stack.enter_context(change(head_rotation.HeadRotations, "put", _nothing))
         if "values" in fusions:
             stack.enter_context(change(qkv, "last_joined", _all_joined))

@@ -1,16 +1,16 @@
-"""Time what a fixed softmax reference costs to be safe: correctness gate, clock, rows in results.csv.
+"""Time the guard of a fixed softmax reference in the Hopper kernel, with rows in results.csv.
 
     python kernels/benchmarks/bench_guard.py
     python kernels/benchmarks/bench_guard.py --case flux_2048 --no-save
 
-The Hopper kernel with a plan, from CUDA graphs, all in turns with cuDNN:
-* guarded: as it ships. After its keys, each warpgroup looks whether its rows' reference fitted: with 16-bit P whether
-  a sum left its format, with 8-bit P whether the largest P of a row, which the loop keeps, lies in e4m3's range.
-* unguarded: a copy of the kernel without either, for inputs that are known to fit.
-* never_fixed: a running max, so nothing to guard.
-* all_redone: no row's reference fits, so all are done again with a running max. With 16-bit P the scores are 900
-  times as large for that, with 8-bit P the kept maxima are moved before every call.
-Beside each speed the share of the query tiles that were done again.
+The Hopper kernel runs with a plan, from CUDA graphs, in turns with cuDNN:
+* guarded: as shipped. After its last key, each warpgroup checks whether its rows' reference fitted. With 16-bit P it
+  checks whether a sum overflowed, with 8-bit P whether the row's largest P, kept by the loop, is in e4m3's range.
+* unguarded: a copy of the kernel without these checks, for inputs that are known to fit.
+* never_fixed: a running max, which needs no guard.
+* all_redone: no row's reference fits, so all rows are computed again with a running max. For this, scores are 900
+  times as large with 16-bit P, and kept maxima are moved before every call with 8-bit P.
+Printed beside each speed: the share of the query tiles that were computed again.
 """
 
 from __future__ import annotations
@@ -54,25 +54,25 @@ from sage_kernels.testing import relative_l2
 
 CASES = [square(128, 16384), square(64, 16384), *(case for case in MODELS if case.name in ("flux_1024", "flux_2048"))]
 ITS_RECIPES = sorted(name for name, recipe in RECIPES.items() if recipe.hopper and not recipe.plain)
-LARGE = 30.0  # times q and k: the largest score of a row is then some 2^2000 over that of its first tile
-MOVED = 20.0  # what kept maxima are moved by, base 2: P of that size lies below e4m3's range
+LARGE = 30.0  # factor of q and k: a row's largest P is then some 2^2000 relative to its first tile's
+MOVED = 20.0  # added to kept maxima, base 2: P is then below e4m3's range
 _EXPECTED = gl.constexpr(bits_of(2.0**constants.LAGGED_EXPONENT))  # largest P of a row whose maximum has not moved
 
 
 @gluon.jit
 def _as_expected(p, BLOCK_N: gl.constexpr):
-    """In place of max_in_lanes: no row has moved."""
+    """Replace max_in_lanes by a constant, the largest P of a row whose maximum has not moved."""
     return gl.full_like(max_in_lanes(p, BLOCK_N), _EXPECTED)
 
 
 @gluon.jit
 def _never(acc, running_sum, OUT: gl.constexpr):
-    """In place of outgrown."""
+    """Replace outgrown by a condition that is never true."""
     return gl.program_id(0) < 0
 
 
 def _copy_of(module):
-    """The same source as another module, whose kernels are compiled anew."""
+    """Load a module's source again as another module, with kernels of its own."""
     spec = importlib.util.spec_from_file_location(f"{module.__name__}_unguarded", module.__file__)
     copied = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(copied)
@@ -80,8 +80,8 @@ def _copy_of(module):
 
 
 def unguarded_kernel():
-    """The Hopper kernel with nothing in it that finds out whether a row's reference fits."""
-    # each file anew that has one of the two, or what is copied of another
+    """Return the Hopper kernel without the checks of a row's reference."""
+    # copies of the files with one of the two functions, and of all files which use these
     unguarded, loop, end, group, kernel = map(_copy_of, (softmax, main_loop, epilogue, consumer, attention_fwd_hopper))
     unguarded.max_in_lanes = _as_expected
     loop.fixed_softmax_tile, loop.masked_softmax_tile = unguarded.fixed_softmax_tile, unguarded.masked_softmax_tile
@@ -92,12 +92,12 @@ def unguarded_kernel():
 
 
 class Planned:
-    """Calls of the kernels with a plan made from `inputs`, each set of inputs with row maxima of its own.
+    """Calls of the kernels with a plan made from `inputs`. Each set of inputs has its own row maxima.
 
     Args:
-        kernel: in place of the Hopper kernel.
-        fixed: whether the softmax has a fixed reference.
-        moved: what kept maxima are moved by before every call, base 2.
+        kernel: replaces the Hopper kernel.
+        fixed: True for a softmax with a fixed reference.
+        moved: added to kept maxima before every call, base 2.
     """
 
     def __init__(self, case, recipe: str, inputs, *, kernel=None, fixed: bool = True, moved: float = 0.0):
@@ -133,16 +133,17 @@ class Planned:
 
 
 class Counted(Replayed):
-    """Calls of `planned` from graphs. redone(): share of the query tiles since the latest ask."""
+    """Calls of `planned` from CUDA graphs, with the share of query tiles that are computed again."""
 
     def __init__(self, planned: Planned, sets):
         for inputs in sets:
-            planned(*inputs)  # the graph's calls know their rows
+            planned(*inputs)  # makes the row maxima, so that the graph's calls use them
         super().__init__(planned, sets)
         self._planned, self._before = planned, torch.zeros(2)
         self.redone()
 
     def redone(self) -> float:
+        """Return the share of query tiles computed again since the last call of this method."""
         site = self._planned.scales.summary()[0]
         now = torch.tensor([site["lagged"], site["lagged"] * site["redone"]])
         (tried, redone), self._before = now - self._before, now
@@ -150,7 +151,7 @@ class Counted(Replayed):
 
 
 def variants(case, recipe: str, sets, without: Callable):
-    """(suffix, function, sets of inputs that it is for)."""
+    """Yield (suffix, function, its sets of inputs)."""
     large = sets
     if RECIPES[recipe].pv == "16bit":
         large = [(LARGE * q, LARGE * k, v) for q, k, v in sets]
@@ -162,7 +163,7 @@ def variants(case, recipe: str, sets, without: Callable):
 
 
 def check_redone(case, recipe: str, function, sets) -> str | None:
-    """Rows done again against a running max on the same codes; why that is not right, or None."""
+    """Compare rows computed again with a running max on the same codes. Returns the failure, or None."""
     running = Planned(case, recipe, sets[0], fixed=False)
     error = float(relative_l2(function(*sets[0]), running(*sets[0])))
     share, bar = function.redone(), MAX_ERROR[RECIPES[recipe].pv]
@@ -177,7 +178,7 @@ def run_case(case, recipe: str, save: bool) -> list[str]:
     [stock], failures = gate(case, sets[0], [("torch_sdpa_cudnn", "", "", cudnn)])
     entrants, inputs_of, exact = [], {}, exact_rows(case, *sets[0])
     for suffix, function, its_sets in variants(case, recipe, sets, unguarded_kernel()):
-        error, wrong = None, None  # of 900-fold scores none is known: INT8 is not for them
+        error, wrong = None, None  # no error for scores 900 times as large, which INT8 can't represent
         if its_sets is sets:
             error = float(relative_l2(function(*sets[0])[:, -exact.shape[1] :], exact))
             wrong = None if error <= MAX_ERROR[RECIPES[recipe].pv] else f"{case.name}{suffix} {recipe}: {error:.3g}"

@@ -1,10 +1,10 @@
-"""Time attention with what a model does to Q and K in front of it: RMSNorm of each head, then rotary embedding.
+"""Time attention together with the RMSNorm of heads and the rotary embedding in front of it.
 
     python kernels/benchmarks/bench_heads.py
     python kernels/benchmarks/bench_heads.py --no-save
 
-In 16 bit that is the model's own code, compiled, then PyTorch's attention; ours is `qk_norm_rope`, then INT8 attention
-with its quantisation. FLOPs are attention's alone.
+In 16 bit this is the model's own code, compiled, followed by PyTorch's attention. Ours is `qk_norm_rope`, followed by
+INT8 attention with its quantisation. Only attention's FLOPs are counted.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ EPS = 1e-6
 
 
 def make_angles(tokens: int, head_dim: int, device) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin, fp32 [S, D], of neighbours that turn together."""
+    """Return cos and sin, fp32 [S, D], for interleaved rotary embeddings."""
     frequencies = 10_000.0 ** (-torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim)
     angles = torch.arange(tokens, device=device, dtype=torch.float32)[:, None] * frequencies
     return tuple(f(angles).repeat_interleave(2, -1) for f in (torch.cos, torch.sin))
 
 
 def stock_heads(x, weight, cos, sin):
-    """RMSNorm of each head, then the rotary embedding in fp32, as diffusers writes them. x: [B, S, H, D]."""
+    """Return RMSNorm of each head and the rotary embedding in fp32, as in diffusers. x: [B, S, H, D]."""
     x = F.rms_norm(x, x.shape[-1:], weight, EPS)
     real, imaginary = x.unflatten(-1, (-1, 2)).unbind(-1)
     turned = torch.stack((-imaginary, real), -1).flatten(-2)
@@ -53,7 +53,7 @@ def stock_heads(x, weight, cos, sin):
 
 
 def providers(case, inputs, weights, angles):
-    """(provider, suffix, recipe, function of the heads before norm and embedding) for everything that runs here."""
+    """Yield (provider, suffix, recipe, function of q, k, v before norm and embedding)."""
     causal = {"causal": "bottom_right"} if case.causal else {}
     heads = torch.compile(stock_heads, dynamic=False)
 

@@ -1,18 +1,18 @@
-"""What each layer that saves host time brings to whole models called eagerly: with all of them, and without each.
+"""Time eager whole models with all layers of the launch path that save host time, and without each.
 
     python kernels/benchmarks/bench_launch_layers.py --out rows.csv         # about four minutes on an H200
     python kernels/benchmarks/bench_launch_layers.py --case llama8b_decode_b1_4k --out rows.csv
     python kernels/benchmarks/bench_launch_layers.py --tiny --device cpu --out rows.csv
 
-Layers: `replay` (replay.py: a call like an earlier one is only launched; the two below go with it), `direct`
-(launch/direct.py: through the CUDA driver itself), `way_round` (calls that go round PyTorch's dispatcher). They are
-switched off in this process alone, by what stands in their place here.
+Layers: `replay` (replay.py: a call equal to an earlier one runs its launches again; direct launches need it), `direct`
+(launch/direct.py: launches through the CUDA driver), `way_round` (calls that avoid PyTorch's dispatcher). They are
+switched off in this process alone, by patches.
 
-Variants take turns, in another order in each round, and all give the same bits: a variant that does not gets no row.
-Decoding is single tokens on an INT8 cache of random keys with a sync after each, as generate() has one; the cache is
-cut back after each turn. Denoisers begin anew in each turn, and are timed from their third step on. A turn counts as
-its median token or step, since a host with others on it has bad moments. Models are those of model_cases.py: true
-shapes, random weights. Short calls of SDXL run in INT8 too, none would otherwise.
+Variants take turns, in another order in each round. All must give the same bits: a variant that does not gets no row.
+Decoding is single tokens on an INT8 cache of random keys with a sync after each, as in generate(); the cache is cut
+back after each turn. Denoisers begin a new run in each turn, and are timed from their third step on. A turn's value is
+its median token or step, since others may use the host. Models are those of model_cases.py, with true shapes and
+random weights. SDXL's short calls run in INT8 too, since all its calls are short.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ for _device in ("CPU", "CUDA"):
 
 def dispatched_decode(q, k_codes, k_scale, v_codes, v_scale, k_mean=None, *, lengths, ring, attn_mask, causal, window,
                       softcap, sinks, scale, k_balance=None):  # fmt: skip
-    """sage_decode_attention through the dispatcher, with replay behind it."""
+    """Call sage_decode_attention through the dispatcher, with replay behind it."""
     if attn_mask is not None:
         raise ValueError(f"attn_mask: got {type(attn_mask).__name__}, expected None in this benchmark")
     return torch.ops.sage_benchmarks_layers.decode(
@@ -90,12 +90,12 @@ def dispatched_decode(q, k_codes, k_scale, v_codes, v_scale, k_mean=None, *, len
 
 
 def dispatched_append(*tensors, position, ring=False, k_balance=None):
-    """append_kv through the dispatcher, with replay behind it."""
+    """Call append_kv through the dispatcher, with replay behind it."""
     torch.ops.sage_benchmarks_layers.append(*tensors, position, ring, k_balance)
 
 
 class NoDirectLaunch:
-    """Stands for DirectLaunch where Triton has to launch."""
+    """Replacement of DirectLaunch that makes Triton launch."""
 
     def __init__(self, *_):
         from sage_kernels._triton.launch.direct import NotDirect
@@ -104,7 +104,7 @@ class NoDirectLaunch:
 
 
 def replaced(original, stand_in) -> list:
-    """What replaces an op of ours wherever sage_processors has imported it by name."""
+    """Return patches of an op in all modules of sage_processors that imported it by name."""
     return [
         mock.patch.object(module, name, stand_in)
         for module in [x for key, x in list(sys.modules.items()) if key.startswith("sage_processors")]
@@ -113,7 +113,7 @@ def replaced(original, stand_in) -> list:
 
 
 def plain_without_replay(q, *tensors) -> tuple:
-    """What decode's look-ups return where calls still go round the dispatcher, but none is made again."""
+    """Replace decode's look-ups: calls still avoid the dispatcher, but none is replayed."""
     plain = replay.is_plain_call(q, *(x for x in tensors if isinstance(x, torch.Tensor)))
     return (_PLAIN, None, None, None) if plain else decode._NOT_REPLAYED
 
@@ -147,7 +147,7 @@ def _patches(off: frozenset) -> list:
 
 
 class Variant:
-    """A set of layers that are off, with a memory of its own of the calls that were made."""
+    """A set of layers that are off, with its own record of earlier calls."""
 
     def __init__(self, name: str, off: frozenset):
         self.name, self.off = name, off
@@ -170,7 +170,7 @@ class Variant:
         return f"{len(self.replays)} calls known, {direct} of {len(steps)} launches direct"
 
     def check(self) -> None:
-        """Raise unless the layers that it has, and only those, were used: on a GPU only."""
+        """Raise RuntimeError unless exactly the layers that are on were used. For a GPU only."""
         direct = [step.direct is not None for step in self.steps()]
         wrong = bool(direct) == ("replay" in self.off) or ("direct" in self.off and any(direct))
         if wrong or (not self.off and not any(direct)):
@@ -178,7 +178,7 @@ class Variant:
 
 
 class Turn(NamedTuple):
-    """One turn: the measured value, and what all variants have to give bit for bit."""
+    """One turn: the measured value, and the output, which must be the same bits for all variants."""
 
     value: float
     output: torch.Tensor
@@ -296,7 +296,7 @@ BENCHED = {
 
 
 def take_turns(turn: Callable[[], Turn], rounds: int, device, names=VARIANTS) -> tuple[list[Variant], list[str]]:
-    """Variants with the values of their turns, and which of them failed the gate or were not what they are called."""
+    """Run the turns. Returns the variants with their values, and the failures in words."""
     variants = [Variant(name, VARIANTS[name]) for name in names]
     wanted, different = None, set()
     for number in range(-1, rounds):  # the first one warms up
@@ -333,7 +333,7 @@ def run_case(benched, model, case, device, rounds: int, out: Path | None, names=
     for variant in variants:
         quantiles = torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)
         p20, median, p80 = torch.tensor(variant.values, dtype=torch.float64).quantile(quantiles).tolist()
-        # how much slower it is without the layer, from pairs of the same round
+        # slowdown without the layer, from pairs of the same round
         slower = statistics.median(
             (b / a if benched.unit == "1/s" else a / b)
             for a, b in zip(variant.values, variants[0].values, strict=True)
@@ -385,7 +385,7 @@ def main(arguments=None) -> int:
         case = benched.model_case(options.tiny)
         benched = benched.small() if options.tiny else benched
         if built != (type(case), case.config):
-            model = None  # before the next one is made: two do not fit
+            model = None  # freed before the next one is made, as two do not fit
             gc.collect()
             if device.type == "cuda":
                 torch.cuda.empty_cache()

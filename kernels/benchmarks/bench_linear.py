@@ -1,15 +1,15 @@
-"""Time 8-bit linear layers against bf16 ones on this GPU: gate, clock, rows of suite linear.
+"""Time 8-bit linear layers against bf16 ones on this GPU, with rows of suite linear.
 
     python kernels/benchmarks/bench_linear.py
     python kernels/benchmarks/bench_linear.py --case flux_qkv --no-save
 
-A call of ours quantises its activation and multiplies, bias included; with a row a sample, as modulation has them, it
-multiplies the activation as it is by an 8-bit weight. torch_bf16 is torch.nn.functional.linear. All providers of a
-shape run in the same process, in turns, each warmed up by itself, or the clock of a GPU at its power limit would be
-that of the provider before. A ratio is bf16's time over theirs. torchao and comfy_kitchen run where they can be
-imported. `flux_feed_forward` is a whole feed-forward, each with all that it fuses (feed_forward.py). `torch_fp8` is
-PyTorch's FP8 matmul behind our quantisation of rows, `torch_fp8_fast` the same with fast accumulation, whose long sums
-come out short (kernels/NOTES.md).
+A call of ours quantises its activation and multiplies, bias included. With one row per sample, as in modulation, it
+multiplies the 16-bit activation by an 8-bit weight. torch_bf16 is torch.nn.functional.linear. All providers of a shape
+run in turns in one process. Each is warmed up before its turn: a GPU at its power limit would otherwise run at the
+clock of the provider before. A ratio is bf16's time over theirs. torchao and comfy_kitchen run if they can be
+imported. `flux_feed_forward` is a whole feed-forward, with all fusions of each package (feed_forward.py). `torch_fp8`
+is PyTorch's FP8 matmul after our quantisation of rows, `torch_fp8_fast` the same with fast accumulation, which loses
+part of long sums (kernels/NOTES.md).
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from sage_kernels.results import append_row
 from sage_kernels.testing import relative_l2
 
 
-WEIGHT_ONLY_ERROR = 0.0096  # of the weight alone: the square root of half
+WEIGHT_ONLY_ERROR = 0.0096  # MAX_ERROR's INT8 / √2, since only the weight is rounded
 GATE_ROWS = 256
-WARM_UP_MS, MEASURED_MS = 100, 40  # of a turn, whose clock is to be its own
+WARM_UP_MS, MEASURED_MS = 100, 40  # of a turn; the warm-up is long, so that the GPU's clock settles
 
 
 class Shape(NamedTuple):
-    """y [rows, columns] of x [rows, depth]."""
+    """Shape of a linear layer: x [rows, depth] to y [rows, columns]."""
 
     name: str
     rows: int
@@ -65,12 +65,12 @@ MODULATION = (
     Shape("flux_modulation", 1, 3072, 18432),
     Shape("flux_single_modulation", 1, 3072, 9216),
     Shape("flux_modulation_8_samples", 8, 3072, 18432),
-)  # nor these: the activation stays as it is
-FEED_FORWARD = Shape("flux_feed_forward", 4608, 3072, 12288)  # nor this: to as many columns, and back
+)  # not in the mean: the activation stays in 16 bit
+FEED_FORWARD = Shape("flux_feed_forward", 4608, 3072, 12288)  # not in the mean: two layers, up to `columns` and back
 
 
 class Problem(NamedTuple):
-    """What is computed of a shape: its input, the last rows of its exact result, what it takes, who computes it."""
+    """One computation: input, last rows of the fp64 result, operations, and the providers."""
 
     x: torch.Tensor
     exact: torch.Tensor
@@ -100,7 +100,7 @@ def torch_fp8(weight, bias, fast: bool):
 
 
 def peers(shape: Shape, weight, bias):
-    """(provider, function) of other packages that are installed."""
+    """Yield (provider, function) of other packages that are installed."""
     for name in RIVALS:
         layer = torch.nn.Linear(shape.depth, shape.columns, dtype=weight.dtype, device=weight.device)
         layer.weight, layer.bias = torch.nn.Parameter(weight, False), torch.nn.Parameter(bias, False)
@@ -110,7 +110,7 @@ def peers(shape: Shape, weight, bias):
 
 
 def providers(shape: Shape, weight, bias):
-    """(provider, recipe, largest relative L2 allowed, function)."""
+    """Yield (provider, recipe, largest relative L2 allowed, function)."""
     yield "torch_bf16", "", 0.01, lambda x: torch.nn.functional.linear(x, weight, bias)
     if shape in MODULATION:
         codes = quantize_weight(weight)
@@ -141,7 +141,7 @@ def whole_feed_forward(shape: Shape) -> Problem:
 
 def run_shape(shape: Shape, save: bool) -> tuple[dict, list[str]]:
     """Gate and time every provider. Returns {(provider, recipe): ratio to bf16} and the failures."""
-    torch.compiler.reset()  # a layer of another shape is compiled only so many times
+    torch.compiler.reset()  # Dynamo compiles a function for a limited number of shapes
     x, exact, flops, contenders = (whole_feed_forward if shape == FEED_FORWARD else one_layer)(shape)
     entrants, failures = [], []
     for provider, recipe, allowed, function in contenders:

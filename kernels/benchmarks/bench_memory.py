@@ -1,10 +1,10 @@
-"""Peak memory of whole models whose 16-bit weights were dropped: stock first, then ours, rows of suite end_to_end.
+"""Measure peak memory of whole models, stock and ours with dropped 16-bit weights.
 
     python kernels/benchmarks/bench_memory.py --linears int8
     python kernels/benchmarks/bench_memory.py --tiny --device cpu --no-save
 
-A case is named after bench_end_to_end's, `/dropped` behind it. Peaks are of forwards alone; "weights" is what
-parameters and buffers take. The output is held against stock's, as there.
+Rows of suite end_to_end, cases as in bench_end_to_end.py with `/dropped` appended. Peaks are those of forwards;
+"weights" is the memory of parameters and buffers. The output is checked against stock's.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ CUDNN = "torch_sdpa_cudnn"
 
 
 def weights_gib(model) -> float:
-    """What parameters and buffers take, in GiB."""
+    """Return the memory of parameters and buffers in GiB."""
     tensors = {x.data_ptr(): x.untyped_storage().nbytes() for x in (*model.parameters(), *model.buffers())}
     return sum(tensors.values()) / 2**30
 
 
 def forwards(case, model, device) -> tuple[torch.Tensor, float | None]:
-    """(Output of the last forward, their peak memory in GiB; None on a CPU)."""
+    """Run forwards. Returns the last output, and the peak memory in GiB or, on a CPU, None."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     for step in range(WARM_UP, WARM_UP + FORWARDS):
@@ -43,7 +43,7 @@ def forwards(case, model, device) -> tuple[torch.Tensor, float | None]:
 
 
 def measure(case, linears: str, device, min_features: int | None) -> list[dict]:
-    """Rows of one model, which is used up. min_features: of our options."""
+    """Return rows of one model, whose weights are dropped at the end. min_features: of our options."""
     model, rows = make_model(case, device, torch.bfloat16), []
     with held_to(CUDNN, device):
         stock, peak = forwards(case, model, device)
@@ -51,7 +51,7 @@ def measure(case, linears: str, device, min_features: int | None) -> list[dict]:
         print(rows, flush=True)
         options = sp.SageAttnProcessor(linears=sp.Linears(linears, drop_weights=True, min_features=min_features))
         sp.apply(model, options)
-        forwards(case, model, device)  # compiles, and makes room for what stays
+        forwards(case, model, device)  # compiles kernels and allocates lasting buffers
         output, peak = forwards(case, model, device)
     error = check_output(output, stock)[1]
     found = measurements("sage_kernels", f"{options.recipe}+linears_{linears}", weights_gib(model), peak)
@@ -60,7 +60,7 @@ def measure(case, linears: str, device, min_features: int | None) -> list[dict]:
 
 
 def measurements(provider: str, recipe: str, weights: float, peak: float | None) -> list[dict]:
-    """Rows, but for what all rows of the case have. weights, peak: GiB."""
+    """Return rows of one provider, without the fields common to all rows. weights, peak: GiB."""
     sizes = {"weights_memory": weights, "peak_memory": peak}
     shared = {"provider": provider, "recipe": recipe, "unit": "GiB"}
     return [shared | {"metric": name, "median": f"{size:.3f}"} for name, size in sizes.items() if size is not None]

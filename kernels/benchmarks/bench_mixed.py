@@ -1,17 +1,18 @@
-"""How exact mixed precision is: relative L1 and L2 of its reference against exact attention, rows in results.csv.
+"""Measure the error of mixed precision, or with --time its speed, with rows in results.csv.
 
     python kernels/benchmarks/bench_mixed.py
     python kernels/benchmarks/bench_mixed.py --seq 16384 --family clustered --base nvfp4
     python kernels/benchmarks/bench_mixed.py --family clustered --base int8 --rows 192
     python kernels/benchmarks/bench_mixed.py --time --seq 8192
 
-On a CPU, in the reference, which rounds where the kernels do: no time is measured. One head of 128 channels in fp16,
-of each family of sage_kernels.testing. Case: mixed/{family}/{base}/{selector}/{budget}. Budget 0 is the base
-format alone. "thrift" in place of a selector: block_mean with P·V of ordinary blocks in FP4, and K as it is, as
-ThriftAttention has them. With other blocks than of 64 query rows, "/{rows}_rows" is added.
+Errors are relative L1 and L2 of the reference, which rounds where the kernels do, against fp64 attention, on a CPU.
+Inputs are one head with head_dim 128 in fp16, of each family in sage_kernels.testing. Case:
+mixed/{family}/{base}/{selector}/{budget}. Budget 0 is the base format alone. Selector "thrift" is block_mean with P·V
+of ordinary blocks in FP4 and K not centred, as in ThriftAttention. "/{rows}_rows" is added for blocks of other than 64
+query rows.
 
---time: on a GPU, the INT8 base at 0 and 5 %, beside the plain recipe with a scale a token and PyTorch's 16-bit
-attention: bench.py's gate, clock and rows, of 16 heads in bf16, quantisation and selection included.
+--time: on a GPU, the INT8 base at 0 and 5 %, beside the plain recipe with a scale per token and PyTorch's 16-bit
+attention, by bench.py's gate and clock, with 16 heads in bf16. Quantisation and selection are included.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ THRIFT = "thrift"
 
 
 def variants(bases: tuple[str, ...] = BASES) -> Iterator[tuple[str, str, float]]:
-    """(base, selector, budget): every base at 0 and 5 %, NVFP4 at all budgets and with all selectors."""
+    """Yield (base, selector, budget) for every base at 0 and 5 %, and more of them for NVFP4."""
     for base in bases:
         for budget in BUDGETS if base == "nvfp4" else (0.0, 0.05):
             yield base, "block_mean", budget
@@ -70,7 +71,7 @@ def measure(family: str, seq: int, save: bool, bases: tuple[str, ...] = BASES, r
 
 
 def time_calls(seq: int, save: bool) -> int:
-    """Rows of suite attention_fwd. Returns how many providers failed the gate."""
+    """Time mixed precision for suite attention_fwd. Returns the number of providers that failed the gate."""
     from bench import SDPBackend, gate, make_sets, race, torch_sdpa
     from cases import Case
 

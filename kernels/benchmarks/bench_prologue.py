@@ -1,10 +1,10 @@
-"""Time what comes before attention, as bandwidth beside a copy of the device in the same run: gate, clock, rows.
+"""Time the prologue of attention as bandwidth, beside a device copy in the same run.
 
     python kernels/benchmarks/bench_prologue.py
     python kernels/benchmarks/bench_prologue.py --no-save
 
-K is read in 16 bit and written in 8: three bytes an element; with FP8, V as well. The copy reads and writes 16 bit.
-`timestep` is the planned call in its steady state. The bytes are those that must move, not those that did.
+K is read in 16 bit and written in 8, three bytes per element; with FP8 P·V, so is V. The copy reads and writes 16 bit.
+`timestep` is a call with a plan. Only bytes that must move are counted. Rows of suite prologue.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CASES = [square(head_dim, seq) for head_dim in (128, 64) for seq in (4096, 16384
 
 
 def prologues(case: Case, q, k, v):
-    """(recipe, scaling, what is prepared, function, bytes an element of K and V that it must move)."""
+    """Yield (recipe, scaling, state of the plan or None, function, bytes it must move per element of K)."""
     width = case.head_dim
     mask = launch_mask_tiles(NO_MASKING, case.heads, case.kv_heads, case.seq_q, case.seq_kv, 128, 128)
     for recipe in (DEFAULT_RECIPE, FP8_RECIPE):

@@ -1,10 +1,11 @@
-"""Time every recipe on the same inputs, beside PyTorch's attention in 16 bit: bench.py's gate, clock and rows.
+"""Time every recipe on the same inputs, beside PyTorch's attention in 16 bit.
 
     python kernels/benchmarks/bench_recipes.py
     python kernels/benchmarks/bench_recipes.py --recipe qk_int8_pv_int8 --recipe qk_int8_pv_bf16 --no-save
 
-What each call pays is counted: scales, centres, quantisation. Recipes that can be planned have the plan of an earlier
-step, "/per_token" and "/per_block" have none; qk_int8_pv_fp8 takes its rows' maxima from the call before.
+Gate, clock and rows are those of bench.py. Times include the computation of scales and centres, and quantisation.
+Recipes that can be planned run with a plan, and without one as "/per_token" or "/per_block". qk_int8_pv_fp8 takes its
+row maxima from the call before.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ CASES = [
 
 
 def offered(case: Case, inputs, recipes):
-    """As `bench.providers`: cuDNN, and each of the recipes with a plan, if it can have one, and without."""
+    """Yield cuDNN, flash, and each recipe with and without a plan, in the form of `bench.providers`."""
     causal = {"causal": "bottom_right"} if case.causal else {}
     yield "torch_sdpa_cudnn", "", "", torch_sdpa(case, SDPBackend.CUDNN_ATTENTION, **causal)
     yield "torch_sdpa_flash", "", "", torch_sdpa(case, SDPBackend.FLASH_ATTENTION, **causal)

@@ -1,18 +1,21 @@
-"""How exact INT-FlashAttention is beside ours, on the inputs of its Tables 1 and 2: rows in results.csv.
+"""Measure the errors of INT-FlashAttention and our recipes on the inputs of its Tables 1 and 2.
 
     python kernels/benchmarks/bench_seeds.py
     python kernels/benchmarks/bench_seeds.py --seq 1024 --no-save
 
-On a CPU, in the reference, which rounds where the kernels do: no time is measured. Two heads in fp16, so many keys and
-512 rows of queries (256 of "biased"), against exact attention in fp64. Case: int_flash/{inputs}/{scale}: "normal" is
-N(0, 1), "uniform" U(-0.5, 0.5), as the paper has them; "positive" U(0, 1), as its code has them; "biased"
-`sage_kernels.testing.make_biased`, "biased_fp32" in fp32. Scale: "sqrt" is 1/√D, "one" is 1, as in its code.
-"/per_tensor" behind it: FP8 as the paper means it, a scale a head and K as it is.
+The reference, which rounds where the kernels do, runs on a CPU; no time is measured. Inputs are two heads in fp16 with
+512 query rows (256 of "biased"), compared with fp64 attention. Rows of suite attention_error.
 
-Provider "emulated" is what no recipe does: P cut off in place of rounded, and Q, K, V and P cast to e5m2 with no
-scale, as its benchmark does. Metrics: relative L1 (with relative L2), 1 - cosine, and "mre": mean |error| / (|exact| +
-1e-5) of four elements that lie beside each other, as that benchmark takes of the last four of an output: median, p20
-and p80 over all of them. "centred_l1" of "biased": relative to what moves about V's mean, which must hide no error.
+Case: int_flash/{inputs}/{scale}. Inputs: "normal" N(0, 1) and "uniform" U(-0.5, 0.5) as in the paper, "positive" U(0,
+1) as in its code, "biased" `sage_kernels.testing.make_biased`, "biased_fp32" the same in fp32. Scale: "sqrt" is 1/√D,
+"one" is 1, as in its code. "/per_tensor" is the paper's FP8, with a scale per head and K not centred.
+
+Provider "emulated": the released code of the paper where no recipe does the same, namely P truncated instead of
+rounded, and Q, K, V and P cast to e5m2 without a scale.
+
+Metrics: "rel_l1" (with relative L2), "cosine_distance" (1 - cosine), "mre" (mean |error| / (|exact| + 1e-5) over four
+neighbouring elements; the paper's benchmark takes this of an output's last four, here median, p20 and p80 are over
+all) and, of biased inputs, "centred_l1" (relative to the output minus V's mean, which would hide errors).
 """
 
 from __future__ import annotations
@@ -37,11 +40,11 @@ RECIPES = ("int_flash_half", "int_flash_full", "int_flash_full_fp32_sum", "qk_in
            "qk_int8_pv_fp8", "qk_fp8_pv_fp8")  # fmt: skip
 TRUNCATED, E5M2 = "int_flash_full_truncated", "fp8_e5m2_cast"
 EMULATED = (TRUNCATED, E5M2)
-KEYS = 64  # of a tile
+KEYS = 64  # keys of a tile
 
 
 def cases(lengths: tuple[int, ...]) -> Iterator[tuple[str, str, int, int]]:
-    """(inputs, scale, head_dim, keys)"""
+    """Yield (inputs, scale, head_dim, keys)."""
     for seq in lengths:
         for inputs in ("normal", "uniform"):
             yield inputs, "sqrt", 64, seq
@@ -50,12 +53,12 @@ def cases(lengths: tuple[int, ...]) -> Iterator[tuple[str, str, int, int]]:
             yield "normal", "sqrt", 128, seq
             yield "positive", "one", 128, seq
             yield "biased_fp32", "sqrt", 128, seq
-        if seq == 1024:  # with more keys, fp16's own rounding of an output that has V's mean is what is left
+        if seq == 1024:  # with more keys, the error is mostly fp16 rounding of the output, which has V's mean
             yield "biased", "sqrt", 128, seq
 
 
 def make_inputs(inputs: str, seq: int, head_dim: int) -> tuple[torch.Tensor, ...]:
-    """q [1, ROWS, HEADS, D], k, v [1, S_kv, HEADS, D], in fp16 but where the inputs' name says fp32."""
+    """Return q [1, ROWS, HEADS, D] and k, v [1, S_kv, HEADS, D] in fp16, or in fp32 for "biased_fp32"."""
     if inputs.startswith("biased"):
         return tuple(x.to(torch.float32 if inputs == "biased_fp32" else torch.float16) for x in make_biased(seq))
     generator = torch.Generator().manual_seed(0)
@@ -67,7 +70,7 @@ def make_inputs(inputs: str, seq: int, head_dim: int) -> tuple[torch.Tensor, ...
 
 
 def emulated(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-    """Attention [1, R, H, D] in fp32 as the released code of INT-FlashAttention computes it, or its FP8 baseline."""
+    """Return attention, fp32 [1, R, H, D], as in INT-FlashAttention's released code or its FP8 baseline."""
     q, k, v = (x.float().transpose(1, 2) for x in (q, k, v))
     v_scale = torch.ones(())
     if name == TRUNCATED:
@@ -93,7 +96,7 @@ def emulated(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale
 
 
 def outputs(q, k, v, scale: float) -> Iterator[tuple[str, str, str, torch.Tensor]]:
-    """(provider, recipe, what stands behind the case, output)"""
+    """Yield (provider, recipe, suffix of the case, output)."""
     for recipe in RECIPES:
         yield "sage_kernels", recipe, "", sage_attention(q, k, v, recipe=recipe, scale=scale)
     baseline = sage_attention(q, k, v, recipe="qk_fp8_pv_fp8", scale=scale, scaling="per_head", smooth_k=False)
@@ -103,7 +106,7 @@ def outputs(q, k, v, scale: float) -> Iterator[tuple[str, str, str, torch.Tensor
 
 
 def errors(out: torch.Tensor, exact: torch.Tensor, center: torch.Tensor | None = None) -> list[dict[str, Any]]:
-    """Columns of the rows of one output. center: V's mean."""
+    """Return metric, unit and values for the rows of one output. center: V's mean, for "centred_l1"."""
     out = out.double()
     cosine = torch.nn.functional.cosine_similarity(out.flatten(), exact.flatten(), 0)
     mre = ((out - exact).abs() / (exact.abs() + 1e-5)).flatten().unflatten(0, (-1, 4)).mean(1)

@@ -1,16 +1,16 @@
-"""Time attention whose lists leave out key tiles: what random tiles bring that are not visited, what measuring costs.
+"""Time attention with random key tiles skipped, and the measuring that skipping needs.
 
     python kernels/benchmarks/bench_skip.py
     python kernels/benchmarks/bench_skip.py --no-save
 
-"/skip0", "/skip50" and "/skip75" have lists that leave out so many percent of the key tiles, at random, of every tile
-of query rows, and measure nothing. "/measuring" visits everything and measures one query tile of 8 in each call, as
-most steps of a run do; "/measuring_all" all of them, as the first step does. Beside them the same recipe without
-lists, and PyTorch's attention in 16 bit. FP8 takes the rows' maxima of the call before, as later steps of a run do.
-FLOPs are those of all tiles: a rate is work that was spared, too.
+"/skip0", "/skip50" and "/skip75" have lists that leave out this percentage of the key tiles at random, for every query
+tile, and measure nothing. "/measuring" visits all tiles and measures one query tile of 8 in each call, as in most
+steps of a run; "/measuring_all" measures all of them, as in the first step. Beside them run the same recipe without
+lists, and PyTorch's attention in 16 bit. FP8 takes the row maxima of the call before, as in later steps of a run.
+FLOPs are those of all tiles, skipped ones included.
 
-What is asked of most comes first, and each group has its rows as soon as it is timed: 50 % and 0 % of either recipe,
-beside cuDNN and the recipe without lists, then the others. All kernels compile side by side meanwhile.
+Rows of 50 % and 0 % of both recipes, beside cuDNN and the recipe without lists, are written first, the others later.
+Kernels of all of them compile in parallel meanwhile.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ from sage_kernels.planning.state import ScaleState, Site
 
 
 CASES = [Case("wan21_1_3b_480p81_self", 1, 32760, 32760, 12, 12, 128)]
-# suffix of the case's name: share of the key tiles that is left out, steps that a call takes
+# suffix of the case's name: share of the key tiles that are left out, steps that the clock advances in a call
 FIRST = {"/skip50": (0.5, 0), "/skip0": (0.0, 0)}
 LATER = {"/skip75": (0.75, 0), "/measuring": (0.0, 1), "/measuring_all": (0.0, EVERY)}
 
 
 def calling(case: Case, lists: SkipState, recipe: str, q, k, v, steps: int = 0):
-    """Attention with these lists and a plan, as `planned_attention`, which takes so many steps with each call."""
+    """Return attention with a plan and these lists. steps: the lists' clock advance per call."""
     scales = ScaleState([Site("bench", case.kv_heads, case.head_dim)], device=q.device)
-    maxima: dict[int, torch.Tensor] = {}  # of each set of inputs: a step sees nearly the rows of the step before
+    maxima: dict[int, torch.Tensor] = {}  # for each set of inputs: a step sees nearly the rows of the step before
 
     def run(q, k, v):
         state, known = scales.head_state(0), q.data_ptr() in maxima
@@ -70,14 +70,14 @@ def calling(case: Case, lists: SkipState, recipe: str, q, k, v, steps: int = 0):
 
 
 def listed(case: Case, suffix: str, recipe: str, inputs) -> tuple[list[Entrant], list[str]]:
-    """The gated entrant of one of FIRST and LATER, and the failures."""
+    """Return the entrant for a suffix in FIRST or LATER, if it passed the gate, and the failures."""
     share, steps = (FIRST | LATER)[suffix]
     shape = Shape(case.batch, case.heads, case.seq_q, case.seq_kv, case.head_dim)
     lists = random_lists(shape, share, recipe, inputs[0].device)
     first = max(0, case.seq_q - GATE_ROWS)
     exact = attend_listed(*inputs, lists, first) if share else exact_rows(case, *inputs)
     if steps:
-        lists.limit.fill_(1e-30)  # measured, and nothing is found to be so little
+        lists.limit.fill_(1e-30)  # tiles are measured, but none has so little probability
     return gate(case, inputs, [("sage_kernels", suffix, recipe, calling(case, lists, recipe, *inputs, steps))], exact)
 
 
@@ -85,7 +85,7 @@ def run_case(case: Case, save: bool) -> list[str]:
     recipes = [DEFAULT_RECIPE]
     if torch.version.hip is None and torch.cuda.get_device_capability() >= (8, 9):
         recipes.append(FP8_RECIPE)
-    for recipe in recipes:  # one recipe's before the other's: a first row waits for few
+    for recipe in recipes:  # recipe by recipe, so that the first row waits for few kernels
         kind = CallKind(torch.bfloat16, case.head_dim, recipe, keeps_rows=True, skips=True, tokens=(LONG,))
         compile_ahead([kind], torch.device("cuda", torch.cuda.current_device()))
     sets = make_sets(case)
@@ -108,7 +108,7 @@ def run_case(case: Case, save: bool) -> list[str]:
 
 
 def again(entrants: list[Entrant]) -> list[Entrant]:
-    """The same, without times: those of another group were taken on a GPU of another state."""
+    """Return the entrants without their times, taken in another group and state of the GPU."""
     return [dataclasses.replace(entrant, times=[]) for entrant in entrants]
 
 

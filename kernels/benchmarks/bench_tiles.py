@@ -1,11 +1,11 @@
-"""Time every tile that a launch could be cut into, on this GPU: the evidence for the rows of sage_kernels' tiles.py.
+"""Time all candidate tiles of the attention kernel on this GPU, to choose the rows of tiles.py.
 
     python kernels/benchmarks/bench_tiles.py
     python kernels/benchmarks/bench_tiles.py --width 128 --scaling planned --seq 8192 --seq 16384
     python kernels/benchmarks/bench_tiles.py --recipe qk_int8_pv_fp8
 
-Prints a line a tile, the fastest first; each is held against exact attention before it is timed. Saves nothing: a row
-of results.csv is what `bench.py` measures with the tile that was then chosen.
+Prints a line per tile, the fastest first. Each is checked against fp64 attention before it is timed. Saves nothing:
+the row of results.csv is made by `bench.py` with the tile that was chosen. Needed again for a new GPU.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from sage_kernels.testing import relative_l2
 
 
 def candidates(width: int, pv: str) -> list[Tile]:
-    """Tiles worth a try on Hopper; those that do not compile or fit are reported and left out."""
-    first = (False, True) if pv == "16bit" else (False,)  # what else 8-bit P may keep is in the state
+    """Return tiles worth a try on Hopper. Those that need too much shared memory are left out."""
+    first = (False, True) if pv == "16bit" else (False,)  # with 8-bit P, the state says if row maxima are kept
     sizes = [(64, 64, 4, 3), (64, 64, 4, 2), (64, 128, 4, 2), (64, 128, 4, 3), (128, 64, 8, 3), (128, 128, 8, 3)]
     tiles = [Tile(*size, "tma", keep) for size in sizes for keep in first]
     hopper = [(m, n, 4, buffers) for m, n in ((128, 64), (128, 128), (192, 64)) for buffers in (2, 3, 4, 6)]
     tiles += [Tile(*size, "hopper", keep) for size in hopper for keep in first]
-    bytes_a_token = 3 if pv == "16bit" else 2  # of K and V; Q has a byte a channel
+    bytes_a_token = 3 if pv == "16bit" else 2  # of K and V, per channel; Q has one byte
     return [
         tile for tile in tiles if width * (tile.block_n * tile.num_stages * bytes_a_token + tile.block_m) < 225_000
     ]
@@ -69,7 +69,7 @@ def time_tiles(case, scaling: str, recipe: str) -> None:
             if state is not None:
                 scales.advance(1.0, 0.9)
                 out = run()
-        except Exception as error:  # any compiler error is an answer here
+        except Exception as error:  # a tile that does not compile is a result, too
             print(f"{case.name} {scaling} {tile}: {type(error).__name__}", flush=True)
             continue
         error = float(relative_l2(out[:, -exact.shape[1] :], exact))

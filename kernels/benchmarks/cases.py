@@ -1,4 +1,4 @@
-"""The shapes that benchmarks run: square ones, and those of real models."""
+"""Shapes of attention calls for the benchmarks: squares, and those of real models."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from typing import NamedTuple
 
 
 class Case(NamedTuple):
-    """One attention call: B samples, S_q x S_kv tokens, H query and H_kv key/value heads of D channels.
+    """Shapes of one attention call.
 
     Attributes:
         causal: bottom-right aligned.
-        hidden_keys: the last so many keys of every sample are padding, hidden by a mask [B, 1, 1, S_kv].
-        rep: milliseconds that a provider is timed for.
-        host_time: also record how long a call of ours takes to return.
+        hidden_keys: number of keys at the end of every sample that are padding, hidden by a mask [B, 1, 1, S_kv].
+        rep: milliseconds for which a provider is timed.
+        host_time: also record the time until a call of ours returns.
     """
 
     name: str
@@ -35,7 +35,10 @@ def square(head_dim: int, seq: int, batch: int = 2, heads: int = 32, causal=Fals
 
 
 def short(head_dim: int, seq: int, heads: int, causal=False, group: int = 1) -> Case:
-    """One sample at a length where INT8 may not pay; `group` query heads share a key/value head."""
+    """Return a case of one sample at a length at which INT8 may not pay.
+
+    group: query heads that share a key/value head.
+    """
     kind = ("causal" if causal else "full") + (f"_gqa{group}" if group > 1 else "")
     return Case(
         f"D{head_dim}_N{seq}_{kind}_BH{heads}", 1, seq, seq, heads, heads // group, head_dim, causal, rep=100,
@@ -66,7 +69,7 @@ MODELS = [
     Case("qwen_image_1328", 1, 7145, 7145, 24, 24, 128),  # 83² patches and 256 text tokens
     Case("llama3_8b_prefill", 1, 8192, 8192, 32, 8, 128, causal=True),
 ]
-# each masked case follows its unmasked one: what the mask costs is the ratio of the two
+# each masked case follows the same one without a mask: their ratio is the mask's cost
 MASKED = [square(128, n, **mask) for n in (8192, 16384) for mask in ({}, {"hidden_keys": 100}, {"causal": True})]
 # full, causal, and causal with four query heads to a key/value head, as language models have
 CROSSOVER = [

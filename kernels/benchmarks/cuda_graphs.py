@@ -1,4 +1,4 @@
-"""Functions from CUDA graphs, and what such a graph launches."""
+"""Functions replayed from CUDA graphs, and counts of their launches."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from sage_kernels.testing import graph_nodes
 
 
 def captured(function: Callable, *inputs) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-    """A call of `function` as a graph, and where a replay leaves its result.
+    """Capture a call of `function`. Returns the graph and the tensor that holds a replay's result.
 
-    The call has been made once before, so that nothing is compiled meanwhile; it is made on what `inputs` hold then.
+    The function is called once before, so that nothing is compiled during the capture.
     """
     function(*inputs)
     graph = torch.cuda.CUDAGraph(keep_graph=True)
@@ -24,13 +24,15 @@ def captured(function: Callable, *inputs) -> tuple[torch.cuda.CUDAGraph, torch.T
 
 
 class Replayed:
-    """`function` from CUDA graphs, one for each of `sets` of inputs, which are told apart by their first tensor.
+    """A function replayed from CUDA graphs, one for each set of inputs.
 
-    Attributes: launched: {kind of node: how many} of one graph, as `graph_nodes` has it.
+    Sets are told apart by the address of their first tensor.
+
+    Attributes: launched: {kind of node: count} of one graph, as from `graph_nodes`.
     """
 
     def __init__(self, function: Callable, sets):
-        self._function = function  # its tensors live as long as the graphs that read and write them
+        self._function = function  # keeps its tensors alive, which the graphs read and write
         self._graphs = {inputs[0].data_ptr(): captured(function, *inputs) for inputs in sets}
         self.launched: Counter[str] = graph_nodes(next(iter(self._graphs.values()))[0])
 
@@ -41,7 +43,7 @@ class Replayed:
 
 
 def replayed(forward: Callable, inputs: dict) -> Callable:
-    """`forward` from a CUDA graph; where its inputs lie is where every later call copies its own to."""
+    """Capture `forward` in a CUDA graph. Returns a function that copies its inputs into place and replays."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         output = forward(inputs)

@@ -1,4 +1,4 @@
-"""What bench_end_to_end.py can be asked for, and which cases that makes."""
+"""Command line of bench_end_to_end.py, and the cases it chooses."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from sage_kernels import DEFAULT_RECIPE, RECIPES
 
 
 CALLED = ("eager", "inference_mode", "compiled", "compiled_graphs", "cuda_graph", "captured")
-GRAPHS = ("cuda_graph", "captured")  # of whole forwards
+GRAPHS = ("cuda_graph", "captured")  # graphs of whole forwards
 
 
 def parse(about: str, arguments=None) -> argparse.Namespace:
-    """What a command line asks for. about: the program's own text."""
+    """Parse a command line. about: the program's description. Exits with 2 and a message if it is wrong."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", action="append", choices=sorted(CASES), help="may be repeated; all by default")
     parser.add_argument("--recipe", choices=sorted(RECIPES), default=DEFAULT_RECIPE)
@@ -48,7 +48,7 @@ def parse(about: str, arguments=None) -> argparse.Namespace:
 
 
 def chosen_cases(options: argparse.Namespace) -> list[ModelCase]:
-    """The cases that are asked for, each named after what differs from the way it is timed by default."""
+    """Return the chosen cases. Each name tells how the case differs from the default."""
     cases = [CASES[name] for name in options.case or CASES]
     if options.called != "eager":
         cases = [case.renamed(options.called) for case in cases if case.is_denoiser]

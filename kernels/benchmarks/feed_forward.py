@@ -1,4 +1,4 @@
-"""A feed-forward of FLUX, residual + gate · down(GELU(up(x))), of each package with all that it fuses."""
+"""A feed-forward of FLUX, residual + gate · down(GELU(up(x))), with each package's own fusions."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ from torch.nn import functional as F
 from sage_kernels import quantize_activation, quantize_weight, quantized_linear
 
 
-MAX_ERROR = {"int8": 0.0135, "fp8": 0.042}  # relative L2 on N(0, 1), of one layer, or of two and a residual
+MAX_ERROR = {"int8": 0.0135, "fp8": 0.042}  # relative L2 on N(0, 1), of one layer or of two with a residual
 
 
 class Layers(NamedTuple):
-    """up [wide, narrow], down [narrow, wide], their biases, gate [narrow], residual [rows, narrow]."""
+    """Tensors of a feed-forward.
+
+    up [wide, narrow], down [narrow, wide], their biases, gate [narrow], residual [rows, narrow].
+    """
 
     up: torch.Tensor
     up_bias: torch.Tensor
@@ -27,7 +30,7 @@ class Layers(NamedTuple):
 
 
 def make(rows: int, narrow: int, wide: int, device, dtype=torch.bfloat16) -> tuple[torch.Tensor, Layers]:
-    """An input [rows, narrow] and layers, all of normal numbers."""
+    """Return an input [rows, narrow] and layers, all of normal random numbers."""
 
     def normal(*shape, scale=1.0):
         return torch.randn(*shape, device=device).mul(scale).to(dtype)
@@ -45,7 +48,7 @@ def in_16_bit(x: torch.Tensor, layers: Layers) -> torch.Tensor:
 
 
 def exact(x: torch.Tensor, layers: Layers) -> torch.Tensor:
-    """The result in fp64."""
+    """Return the result in fp64."""
     return in_16_bit(x.double(), Layers(*(part.double() for part in layers)))
 
 
@@ -65,7 +68,11 @@ def ours(layers: Layers, format: str):
 
 
 def of_comfy_kitchen(layers: Layers, rotated: bool):
-    """The residual inside of its matmul; rotated, which is the form that allows it, GELU inside of its quantiser."""
+    """Return comfy_kitchen's feed-forward, with gate and residual in its matmul.
+
+    GELU is the activation of the second layer's input.
+    rotated: with rotated weights, the form in which its quantisation kernel can fuse GELU.
+    """
     import comfy_kitchen
     from comfy_kitchen.tensor import TensorWiseINT8Layout
 
@@ -83,7 +90,7 @@ def of_comfy_kitchen(layers: Layers, rotated: bool):
 
 
 def providers(layers: Layers):
-    """(provider, recipe, largest relative L2 allowed, function of x)."""
+    """Yield (provider, recipe, largest relative L2 allowed, function of x)."""
     yield "torch_bf16", "", 0.01, lambda x: in_16_bit(x, layers)
     for format, error in MAX_ERROR.items():
         yield "sage_kernels", f"linears_{format}", error, ours(layers, format)

@@ -1,4 +1,4 @@
-"""Whether the host is at full speed: on a shared machine all of Python takes up to twice as long for seconds."""
+"""Detect a slow host: on a shared machine, Python may take twice as long for some seconds."""
 
 from __future__ import annotations
 
@@ -6,24 +6,25 @@ import math
 import time
 
 
-LOOP = 50_000  # additions: some two milliseconds
-SLOWER = 1.25  # than the fastest loop so far: what a neighbour costs is nearly a factor of 2, noise a few percent
-ATTEMPTS = 6  # at one timing: the last one counts, whatever the host does
-LONG_MS = 1000.0  # what takes longer does not wait for the host
-PAUSE_S, PATIENCE_S = 1.0, 20.0  # behind an attempt that met a slow host, and of all pauses together
+LOOP = 50_000  # additions, some two milliseconds
+# slow: this many times the fastest loop so far; a neighbour costs nearly a factor of 2, noise a few percent
+SLOWER = 1.25
+ATTEMPTS = 6  # of one timing; the last one counts in any case
+LONG_MS = 1000.0  # timings above this are never repeated
+PAUSE_S, PATIENCE_S = 1.0, 20.0  # pause after an attempt with a slow host, and the most of all pauses together
 
 
 class HostSpeed:
-    """Times a fixed loop; the fastest one of the process is what the host can do.
+    """Speed of the host, by the time of a fixed loop relative to the fastest one in this process.
 
-    matters: else it is never said to be slow: what is timed may run on it.
+    matters: if False, the host is never called slow, for timings that don't depend on it or run on it alone.
     """
 
     def __init__(self, *, matters: bool = True) -> None:
         self._matters, self._fastest, self._patience = matters, math.inf, PATIENCE_S
 
     def is_full(self) -> bool:
-        """Whether the loop takes about as long now as it ever did at its fastest."""
+        """Return True if the loop now takes about as long as its fastest run."""
         if not self._matters:
             return True
         start = time.perf_counter()
@@ -35,7 +36,10 @@ class HostSpeed:
         return took <= SLOWER * self._fastest
 
     def timed(self, run):
-        """(milliseconds that `run()` takes, whether a slow host had no part in them, what it returns)."""
+        """Time `run()`, repeated while the host is slow.
+
+        Returns: (milliseconds, True if the host was at full speed, the result of `run()`).
+        """
         for _ in range(ATTEMPTS):
             was_full = self.is_full()
             start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Whole models at their true shapes, with random weights: configurations, inputs, and the sizes of their attention."""
+"""Whole models at true shapes with random weights: configurations, inputs, attention sizes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 
-STEPS = 50  # of the denoising run whose noise levels the forwards walk through
+STEPS = 50  # of the denoising run from which the forwards take their noise levels
 
 
 @dataclass(frozen=True)
@@ -18,10 +18,10 @@ class ModelCase:
     """One forward of one model.
 
     Attributes:
-        name: the case in results.csv.
+        name: of the case in results.csv.
         config: of the model class, as published.
-        sizes: of the inputs; keys by class.
-        reps: timed forwards.
+        sizes: of the inputs; the keys depend on the class.
+        reps: number of timed forwards.
     """
 
     name: str
@@ -30,37 +30,37 @@ class ModelCase:
     reps: int = 5
 
     is_denoiser = True
-    layer_options = ("num_layers",)  # config entries that count blocks
-    tiny_config = {}  # a model of the same class that a CPU runs in a moment
+    layer_options = ("num_layers",)  # config entries with numbers of blocks
+    tiny_config = {}  # config entries of a tiny model of the same class
     tiny_sizes = {}
 
     def build(self) -> nn.Module:
-        """The model, its parameters on the meta device."""
+        """Return the model with its parameters on the meta device."""
         raise NotImplementedError
 
     def inputs(self, make, step: int) -> dict:
-        """Arguments of the forward at denoising step `step`. make(*shape): random numbers in the model's type."""
+        """Return the forward's arguments at a denoising step. make(*shape): makes random numbers."""
         raise NotImplementedError
 
     def attention(self) -> dict:
-        """batch, heads, kv_heads, seq_q, seq_kv, head_dim, causal of its largest attention."""
+        """Return the sizes of the largest attention: batch, heads, kv_heads, seq_q, seq_kv, head_dim, causal."""
         raise NotImplementedError
 
     def int8_calls(self) -> int:
-        """How many calls of a forward have that largest size."""
+        """Return the number of attention calls in a forward with the largest size."""
         return sum(self.config[name] for name in self.layer_options)
 
     def thinned(self, layers: int) -> ModelCase:
-        """At most so many blocks of each kind; the name says so."""
+        """Return the case with at most `layers` blocks of each kind, which is in its name."""
         fewer = {name: _at_most(self.config[name], layers) for name in self.layer_options}
         return dataclasses.replace(self.renamed(f"layers{layers}"), config=self.config | fewer)
 
     def renamed(self, suffix: str) -> ModelCase:
-        """Under a name that says what differs from the case as it is."""
+        """Return the case with a suffix in its name."""
         return dataclasses.replace(self, name=f"{self.name}/{suffix}")
 
     def tiny(self) -> ModelCase:
-        """The same class at a size that a CPU runs in a moment, for tests."""
+        """Return a case of the same class so small that a CPU runs it in a moment, for tests."""
         config, sizes = self.config | self.tiny_config, self.sizes | self.tiny_sizes
         return dataclasses.replace(self.renamed("tiny"), config=config, sizes=sizes, reps=1)
 
@@ -253,7 +253,7 @@ CASES = {
 
 @contextmanager
 def parameters_on_meta():
-    """Modules built inside have their parameters on the meta device, and their buffers (RoPE tables) for real."""
+    """Build modules with parameters on the meta device and real buffers (tables of rotary embeddings)."""
     register = nn.Module.register_parameter
 
     def on_meta(module, name, parameter):
@@ -269,7 +269,10 @@ def parameters_on_meta():
 
 
 def make_model(case: ModelCase, device, dtype) -> nn.Module:
-    """The case's model on `device`: matrices N(0, 1 / fan in), so that activations stay of order 1; norms weigh 1."""
+    """Return the case's model with random weights.
+
+    Matrices are N(0, 1 / fan in), weights of norms 1, biases 0: so activations stay of order 1.
+    """
     with parameters_on_meta():
         model = case.build()
     generator = torch.Generator(device).manual_seed(0)
@@ -289,7 +292,7 @@ def make_model(case: ModelCase, device, dtype) -> nn.Module:
 
 
 def make_inputs(case: ModelCase, step: int, device, dtype) -> dict:
-    """The forward's arguments on `device`: the same ones at every step but for the timestep."""
+    """Return the forward's arguments on `device`, the same at every step except for the timestep."""
     generator = torch.Generator(device).manual_seed(1)
 
     def make(*shape):

@@ -1,10 +1,10 @@
-"""The documentation's figures, made from results.csv: no number in them is typed by hand.
+"""Draw the documentation's figures from results.csv.
 
     python kernels/benchmarks/plots.py                        # writes kernels/benchmarks/figures/*.png
     python kernels/benchmarks/plots.py --format svg --out somewhere
 
-Of rows with the same case, GPU, provider, recipe and metric the last counts: results.csv is only ever appended to. The
-same rows give the same file, byte for byte, with the same version of matplotlib.
+Of rows with the same case, GPU, provider, recipe and metric the last counts, since results.csv is only appended to.
+Equal rows give equal files, byte for byte, with the same version of matplotlib.
 """
 
 from __future__ import annotations
@@ -29,17 +29,20 @@ from sage_processors.evaluation.metrics import Interval  # noqa: E402
 Rows = list[dict[str, str]]
 WIDTH = re.compile(r"D\d+_")
 SQUARE = re.compile(r"D(64|128)_N\d+_full")
-FEWEST_WAYS = 3  # that a panel of pictures compares
+FEWEST_WAYS = 3  # fewest ways to draw that make a panel
 
 
 def newest(rows: Rows) -> Rows:
-    """The last row of every case, GPU, provider, recipe and metric, in order of first appearance."""
+    """Return the last row of every case, GPU, provider, recipe and metric, in order of first appearance."""
     names = ("case", "gpu", "provider", "recipe", "metric")
     return list({tuple(row[name] for name in names): row for row in rows}.values())
 
 
 def speed_rows(rows: Rows) -> Rows:
-    """Throughput of our kernels with a ratio to cuDNN: the default recipe's, of the others timestep scaling's."""
+    """Return rows of our throughput with a ratio to cuDNN.
+
+    All scalings of the default recipe, and timestep scaling of the others.
+    """
     chosen = [r for r in rows if r["suite"] == "attention_fwd" and r["provider"] == "sage_kernels"]
     chosen = [r for r in chosen if r["metric"] == "throughput" and not is_crossover_row(r) and is_scaling_row(r)]
     chosen = [r for r in chosen if r["recipe"] == DEFAULT_RECIPE or "/" not in r["case"]]
@@ -47,8 +50,10 @@ def speed_rows(rows: Rows) -> Rows:
 
 
 def picture_panels(rows: Rows) -> dict[tuple[str, str], Rows]:
-    """PSNR over pictures (median, 20th and 80th percentile) by pipeline and GPU: of the runs with one number of
-    pictures, that which compares the most ways. Two ways alone are a table's affair."""
+    """Return rows of PSNR over pictures by pipeline and GPU, each from the run that compares most ways.
+
+    A run is all rows with the same number of pictures. Runs with fewer than FEWEST_WAYS ways are left to tables.
+    """
     chosen = [r for r in rows if r["suite"] == "quality" and r["metric"] == "psnr_db" and r["p20"] and r["p80"]]
     runs = {}
     for row in chosen:
@@ -61,7 +66,7 @@ def picture_panels(rows: Rows) -> dict[tuple[str, str], Rows]:
 
 
 def draw_speed(rows: Rows):
-    """Bars of ours / cuDNN, one panel per GPU, one group per shape, one bar per scaling. Returns a Figure or None."""
+    """Draw bars of ours / cuDNN by GPU, shape and scaling. Returns a Figure, or None without rows."""
     rows = speed_rows(rows)
     if not rows:
         return None
@@ -93,7 +98,7 @@ def draw_speed(rows: Rows):
 
 
 def draw_lengths(rows: Rows):
-    """Ours / cuDNN over the number of tokens, a line for each width and recipe, and of the shapes of models.
+    """Draw ours / cuDNN over the number of tokens, a line per head_dim and recipe, and for models' shapes.
 
     Timestep scaling, on the GPU with the most rows. Returns a Figure or None.
     """
@@ -133,7 +138,7 @@ def draw_lengths(rows: Rows):
 
 
 def draw_pictures(rows: Rows):
-    """Bars of the median PSNR with its 20th and 80th percentile, one panel per pipeline and GPU. Figure or None."""
+    """Draw bars of median PSNR with percentiles, a panel per pipeline and GPU. Returns a Figure or None."""
     panels = picture_panels(rows)
     if not panels:
         return None
@@ -155,7 +160,7 @@ def _shape(row: dict[str, str]) -> str:
 
 
 def _scaling(row: dict[str, str]) -> str:
-    scaling = row["case"].partition("/")[2] or "timestep"  # the bare shape is the default
+    scaling = row["case"].partition("/")[2] or "timestep"  # a case without a suffix has the default scaling
     return scaling if row["recipe"] == DEFAULT_RECIPE else f"{scaling}, {row['recipe']}"
 
 
@@ -163,7 +168,10 @@ FIGURES = {"speed_by_length": draw_lengths, "speed_vs_cudnn": draw_speed, "psnr_
 
 
 def write(results: Path, out: Path, suffix: str) -> list[Path]:
-    """Draw every figure that has rows into the folder `out`. Returns the files. Raises: ValueError for no folder."""
+    """Draw every figure that has rows into the folder `out`. Returns the files.
+
+    Raises: ValueError if results.csv or the folder does not exist.
+    """
     if not results.is_file():
         raise ValueError(f"results: got {str(results)!r}, which does not exist, expected a results.csv")
     rows = read_rows(results)

@@ -1,4 +1,4 @@
-"""Lists that leave out key tiles at random, in one attention call or in a whole model, and exact attention to them."""
+"""Lists that skip key tiles at random, in one attention call or a whole model, and their reference."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from sage_kernels.planning.skip_lists import SkipLists
 
 
 EVERY = 8
-ROWS_AT_ONCE = 2048  # of exact attention: with 32,760 keys in fp32, a quarter of a GB of scores
+ROWS_AT_ONCE = 2048  # query rows of the reference: with 32,760 keys in fp32, a quarter of a GB of scores
 
 
 class Shape(NamedTuple):
-    """Of the calls that have lists."""
+    """Shape of the calls that have lists."""
 
     batch: int
     heads: int
@@ -29,19 +29,22 @@ class Shape(NamedTuple):
 
 
 def random_lists(shape: Shape, share: float, recipe: str, device) -> SkipState:
-    """Lists that leave out this share of the key tiles of every query tile, but never the first one, and stay so."""
+    """Return lists that leave out a share of the key tiles at random.
+
+    The share holds for every query tile. The first key tile is always visited. The lists stay the same in all calls.
+    """
     lists = new_skip_state(*shape, device, recipe=recipe, limit=0.5, every=EVERY)
     tiles = -(-shape.seq_kv // lists.block_k)
     generator = torch.Generator(device).manual_seed(0)
     order = torch.rand(*lists.lists.shape[:3], tiles - 1, generator=generator, device=device).argsort(-1)
     skipped = torch.nn.functional.pad(order < round(share * tiles), (1, 0))
     lists.lists.copy_(pack(skipped))
-    lists.clock[CLOCK_LAST] = lists.now  # no step since: nothing is measured
+    lists.clock[CLOCK_LAST] = lists.now  # no step since then, so nothing is measured
     return lists
 
 
 def attend_listed(q, k, v, lists: SkipState, first: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    """Attention of the query rows from `first` on to the keys that their lists leave, computed in `dtype`.
+    """Return attention of the query rows from `first` on to the keys that are not skipped, in `dtype`.
 
     Args: q [B, S_q, H, D], k and v [B, S_kv, H_kv, D].
     Returns: [B, S_q - first, H, D] in dtype.
@@ -61,7 +64,7 @@ def attend_listed(q, k, v, lists: SkipState, first: int = 0, dtype: torch.dtype 
 
 
 def listed_attention(shape: Shape, lists: SkipState):
-    """Every scaled_dot_product_attention of this shape is exact attention to what the lists leave, in fp32."""
+    """Replace scaled_dot_product_attention of this shape by fp32 attention to the visited tiles."""
     original = torch.nn.functional.scaled_dot_product_attention
 
     def attend(query, key, value, *arguments, **options):
@@ -75,9 +78,11 @@ def listed_attention(shape: Shape, lists: SkipState):
 
 
 class RandomLists(SkipLists):
-    """The same random lists for every call of one shape, at all steps; nothing is measured, other calls are dense.
+    """The same random lists for every call of one shape, at all steps.
 
-    Args: sites: call sites of the model's ScaleState. given: lists of that shape.
+    Nothing is measured, and calls of other shapes skip nothing.
+
+    Args: sites: number of call sites in the model's ScaleState. given: lists of that shape.
     """
 
     def __init__(self, sites: int, shape: Shape, given: SkipState) -> None:
@@ -91,20 +96,20 @@ class RandomLists(SkipLists):
         return "", self._given._replace(totals=self.totals[site])
 
     def _stay(self, *_) -> None:
-        """Steps and runs change nothing."""
+        """Do nothing: the lists stay the same over steps and runs."""
 
     next_step = place = in_order = stop = clear = _stay
 
 
 def give_lists(handle, shape: Shape, given: SkipState) -> None:
-    """All layers of a handle without skip= have these lists in calls of this shape from now on."""
+    """Give these lists to all layers of a handle, for calls of this shape. The handle must not have skip=."""
     for denoiser in handle._denoisers:
         denoiser.state.kept.skip_lists = RandomLists(len(denoiser.state.sites), shape, given)
         denoiser._hand_out()  # calls find their lists by the tensors of their site
 
 
 def check_share(report, given: SkipState, shape: Shape, share: float, calls: int) -> None:
-    """Raise ValueError unless layers of so many calls, together, left out this share of their tiles."""
+    """Raise ValueError unless layers with `calls` calls or more left out this share of their tiles."""
     listed = [row for row in report.rows if row["skipped_fraction"]]
     shares, tiles = [row["skipped_fraction"] for row in listed], -(-shape.seq_kv // given.block_k)
     left_out = round(share * tiles) / tiles

@@ -1,4 +1,4 @@
-"""Models whose attention is something else for a while: every scaled_dot_product_attention of the process."""
+"""Replace every scaled_dot_product_attention of the process by another function for a while."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.nn.functional
 
 @contextmanager
 def attention_as(function: Callable[..., torch.Tensor]):
-    """`function` is called in its place, with its arguments."""
+    """Call `function` in place of scaled_dot_product_attention inside of the with-statement."""
     functional = torch.nn.functional
     original = functional.scaled_dot_product_attention
     functional.scaled_dot_product_attention = function
@@ -22,13 +22,13 @@ def attention_as(function: Callable[..., torch.Tensor]):
 
 
 def attention_removed():
-    """It returns its queries."""
+    """Make scaled_dot_product_attention return its queries inside of the with-statement."""
     return attention_as(_removed)
 
 
 @torch.library.custom_op("sage_benchmarks::need", mutates_args=("query",))
 def _need(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-    """Nothing, but a compiler takes it that all three are read: else it leaves out what makes K and V."""
+    """Do nothing, but keep a compiler from dropping the layers that make K and V."""
 
 
 def _removed(query, key, value, *_, **__):

@@ -1,4 +1,4 @@
-"""Linear layers in 8 bit as other packages have them, where they are installed: torchao and comfy-kitchen."""
+"""8-bit linear layers of other packages, if they are installed: torchao and comfy-kitchen."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch import nn
 
 
 RIVALS = ("torchao_int8", "torchao_fp8", "comfy_kitchen")
-PEER_ERROR = 0.1  # relative L2; a peer's error is its own, this only tells its layer from something else
-COMPILED = ("torchao_int8", "torchao_fp8")  # which are slower than 16 bit without the compiler
+PEER_ERROR = 0.1  # relative L2: a loose bound, which only detects a result of something else
+COMPILED = ("torchao_int8", "torchao_fp8")  # to be compiled: without the compiler they are slower than 16 bit
 
 
 def quantize_in_place(rival: str, layer: nn.Linear, *, searches: bool = True) -> None:
-    """Have a layer run in 8 bit: weights by output channel, activations by row, each time anew.
+    """Make a layer run in 8 bit: weight scales per output channel, activation scales per row and call.
 
-    Args: searches: torchao may set the compiler, for the whole process, to what it recommends.
-    Raises: ImportError where the package is not installed; what the package raises where it can't run.
+    Args: searches: let torchao change the compiler's settings, for the whole process, to those it recommends.
+    Raises: ImportError if the package is not installed; any error of a package that can't run here.
     """
     if rival == "comfy_kitchen":
         import comfy_kitchen
@@ -43,10 +43,10 @@ def quantize_in_place(rival: str, layer: nn.Linear, *, searches: bool = True) ->
 
 @contextmanager
 def rival_linears(rival: str, layers: Iterable[nn.Linear]):
-    """The layers of a model quantised so for a while; their own weights stay in memory meanwhile.
+    """Quantise the layers of a model inside of the with-statement. Their own weights stay in memory.
 
-    Of what torchao recommends to the compiler the fusion of an INT8 product with its scales is switched on. The search
-    for faster kernels is not: for the two kinds of FLUX's blocks it did not end within three minutes.
+    Of the compiler settings that torchao recommends, the fusion of an INT8 product with its scales is on. The search
+    for faster kernels is off: for FLUX's two kinds of blocks it did not end within three minutes.
     """
     layers = list(layers)
     before = [(dict(layer.__dict__), dict(layer._parameters)) for layer in layers]

@@ -1,4 +1,4 @@
-"""From a quality budget to the fastest options that meet it, kept as a policy file.
+"""Search for the fastest options within a quality budget, and the policy files that keep them.
 
-May import evaluation, diffusion and what those may: linears.
+May import evaluation, diffusion and what those may import, such as linears.
 """

@@ -1,6 +1,6 @@
-"""The ways from one choice of options to 16 bit at more steps and in more layers that a calibration climbs.
+"""Sequences of candidate options for a calibration, each with more layers or steps in 16 bit.
 
-What a single layer can do in INT8, or at some noise levels, is demotion.py's.
+layer_choices.py makes the candidates that differ by layer: other INT8 options, or 16 bit at some noise levels.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from ..option_groups import IN_16_BIT, LINEARS, LayerRule
 from ..options import SageAttnProcessor
 
 
-def ladders(base: SageAttnProcessor, worst_first: list[str], steps: int):
-    """Lists of options, each with more in 16 bit than the one before.
+def candidate_sequences(base: SageAttnProcessor, worst_first: list[str], steps: int):
+    """Yield lists of options, in each of which more and more runs in 16 bit.
 
-    worst_first: names of the layers. steps: of a run.
+    worst_first: names of the layers, by falling error. steps: denoising steps of a run.
     """
     names = [glob.escape(name) for name in worst_first]
     count = len(names)
@@ -36,7 +36,7 @@ def ladders(base: SageAttnProcessor, worst_first: list[str], steps: int):
 
 
 def label(config: SageAttnProcessor) -> str:
-    """Options in a few words, for tables and progress bars."""
+    """Describe options in a few words, for tables and progress bars."""
     recipes = [recipe for _, recipe in config.rules("recipe")]
     parts = [config.recipe, config.scaling.name]
     parts += [f"{recipes.count(IN_16_BIT)} layers in 16 bit"] if IN_16_BIT in recipes else []

@@ -1,4 +1,4 @@
-"""What one attention call costs, relative to others: counted from shapes, or measured on the device."""
+"""Cost of attention calls relative to each other, counted from shapes or measured on the device."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EXACT = "exact"
 
 @dataclass(frozen=True)
 class CallShape:
-    """Shapes of one attention call: batch, queries and keys per sample, heads, key/value heads, channels per head."""
+    """Shapes of one attention call. seq_q, seq_kv: queries and keys per sample."""
 
     batch: int
     seq_q: int
@@ -34,7 +34,10 @@ class CallShape:
 def counted_seconds(
     shape: CallShape, scaling: str, recipe: str = sage_kernels.DEFAULT_RECIPE, rotation: str = "none"
 ) -> float:
-    """Counted operations and bytes over the data sheet's rates; no exponentials, no launches. scaling: or "exact"."""
+    """Return the seconds of a call by its operations and bytes, at the rates of a data sheet.
+
+    Exponentials and launches are not counted. scaling: of SCALINGS, or "exact" for 16-bit attention.
+    """
     matmul = 2.0 * shape.batch * shape.heads * shape.seq_q * shape.seq_kv * shape.head_dim
     q = shape.batch * shape.seq_q * shape.heads * shape.head_dim
     k = shape.batch * shape.seq_kv * shape.kv_heads * shape.head_dim
@@ -43,16 +46,16 @@ def counted_seconds(
         return 2 * matmul / FLOPS_16BIT + traffic / BYTES_PER_SECOND
     prologue = 2 * k + k  # K read in 16 bit, written in INT8
     if scaling == "per_head":
-        prologue += 2 * k  # a reduction first
+        prologue += 2 * k  # K is read once more, for the reduction
     if SCALINGS[scaling] == "per_token" and scaling not in RULES:
         prologue += 2 * 4 * shape.batch * shape.seq_kv * shape.kv_heads  # a scale per key, written and read
     if rotation == "hadamard":
-        prologue += 2 * 2 * (q + k)  # Q and K read and written once more; its matmul hides behind that
-    traffic += prologue - k  # the matmul reads K in INT8
+        prologue += 2 * 2 * (q + k)  # Q and K read and written once more; the rotation's matmul hides behind that
+    traffic += prologue - k  # the attention kernel reads K in INT8
     pv_rate = FLOPS_16BIT
     if sage_kernels.RECIPES[recipe].pv != "16bit":
         pv_rate = OPS_INT8
-        # V as K: read in 16 bit, written in 8, which the matmul reads; without a plan a look at its range first
+        # V like K: read in 16 bit, written in 8 bit, read in 8 bit. Without a plan, V is read first for its range
         traffic += 2 * k + k - k + (0 if scaling in RULES else 2 * k)
     return matmul / OPS_INT8 + matmul / pv_rate + traffic / BYTES_PER_SECOND
 
@@ -60,7 +63,10 @@ def counted_seconds(
 def measured_seconds(
     shape: CallShape, scaling: str, recipe: str, device, dtype, *, rotation: str = "none", repeats: int = 10
 ) -> float:
-    """Median wall time of one call on random inputs, after a first one, everything included."""
+    """Return the median wall time of one attention call on random inputs, in seconds.
+
+    Quantisation is included. A first call, which compiles, is not timed.
+    """
     generator = torch.Generator().manual_seed(0)
     sizes = ((shape.seq_q, shape.heads), (shape.seq_kv, shape.kv_heads), (shape.seq_kv, shape.kv_heads))
     q, k, v = (
@@ -82,7 +88,7 @@ def measured_seconds(
             scales = ScaleState([Site("timed", shape.kv_heads, shape.head_dim, rotation)], device=device)
             state = scales.head_state(0)
             sage_kernels.sage_attention(q, k, v, recipe=recipe, rotation=rotation, state=state)
-            scales.advance(1.0, 1.0)  # from here on there is a plan
+            scales.advance(1.0, 1.0)  # makes the plan that the timed calls use
 
         def call():
             return sage_kernels.sage_attention(
@@ -106,10 +112,10 @@ def _wait(device) -> None:
 
 
 def time_factor(recipe: str, every: int, left_out: float, listed: float) -> float:
-    """What attention takes with lists, over what it takes without.
+    """Return the time of attention with skipped tiles over the time without.
 
-    left_out: share of all pairs of tiles. listed: share of the calls, of which each measures 1 / every of its query
-    tiles, in two passes of Q·Kᵀ.
+    left_out: share of all pairs of a query tile and a key tile that are skipped. listed: share of the calls that have
+    lists of tiles. Each of these calls measures 1 / every of its query tiles, in two passes of Q·Kᵀ.
     """
     scores = 1 / OPS_INT8
     values = 1 / FLOPS_16BIT if sage_kernels.RECIPES[recipe].pv == "16bit" else scores
@@ -117,11 +123,11 @@ def time_factor(recipe: str, every: int, left_out: float, listed: float) -> floa
 
 
 class CostTable:
-    """Seconds of every layer of a handle that ran, by scaling, recipe and rotation.
+    """Seconds of every layer of a handle, by scaling, recipe and rotation.
 
     Args:
-        handle: after a run. kind: "counted" or "measured".
-    Attributes: shapes ({layer: [CallShape]}), layers that ran in INT8 only.
+        handle: after a run, from which the shapes of the calls are known. kind: "counted" or "measured".
+    Attributes: shapes ({layer: [CallShape]}), only of layers that ran in INT8.
     """
 
     def __init__(self, handle, kind: str):
@@ -141,13 +147,16 @@ class CostTable:
     def seconds(
         self, layer: str, scaling: str, recipe: str = sage_kernels.DEFAULT_RECIPE, rotation: str = "none"
     ) -> float:
-        """Of one step of one layer. rotation: "auto", which the run decides, counts as none."""
+        """Return the seconds of one layer in one step.
+
+        rotation: "auto" counts as "none", since only a run decides about it.
+        """
         rotation = "none" if rotation == "auto" else rotation
         return sum(self._call(shape, scaling, recipe, rotation) for shape in self.shapes[layer])
 
     def _call(self, shape: CallShape, scaling: str, recipe: str, rotation: str) -> float:
         if find_crossover(gpu_class(self._device) or "", shape.head_dim, recipe, False).tokens == NEVER:
-            scaling = EXACT  # which is what runs there
+            scaling = EXACT  # INT8 never pays there, so 16-bit attention is what runs
         if self._kind == "counted":
             return counted_seconds(shape, scaling, recipe, rotation)
         what = (shape, scaling, recipe, rotation)
@@ -156,12 +165,18 @@ class CostTable:
         return self._known[what]
 
     def relative(self, config, steps: int, levels=(), skipped=None) -> float:
-        """`run_seconds` under these options over those of 16-bit attention; 1 is no gain."""
+        """Return attention time under these options over that of 16-bit attention; 1 means no gain.
+
+        Arguments are those of `run_seconds`.
+        """
         total, exact = self.run_seconds(config, steps, levels, skipped)
         return total / exact if exact else 1.0
 
     def skipped_fraction(self, config, skipped: dict) -> float:
-        """Share of the pairs of tiles that lists left out, of all layers by their time. skipped: of `run_seconds`."""
+        """Return the share of tile pairs left out, over all layers, each weighted by its time.
+
+        skipped: as for `run_seconds`.
+        """
         times = {
             layer: self.seconds(layer, config.scaling.name, config.recipe, config.rotation) for layer in self.shapes
         }
@@ -169,14 +184,15 @@ class CostTable:
         return left_out / sum(times.values()) if left_out else 0.0
 
     def run_seconds(self, config, steps: int, levels=(), skipped=None) -> tuple[float, float]:
-        """Attention time of a whole run under these options, and that of 16-bit attention.
+        """Return the attention time of a whole run under these options, and that of 16-bit attention.
 
-        Steps in windows count as 16 bit; calls that INT8 can't do are left out on both sides.
+        Steps in step windows count as 16 bit. Calls that INT8 can't do are left out of both.
 
         Args:
-            steps: of a run. levels: noise level of each of them, needed where options keep noise levels.
-            skipped: {layer: share of its pairs of tiles that lists left out, share of its calls with lists}.
-        Raises: ValueError for such options without levels.
+            steps: denoising steps of a run. levels: noise level of each step, needed if the options keep some noise
+                levels in 16 bit.
+            skipped: {layer: (share of its tile pairs that were left out, share of its calls with lists of tiles)}.
+        Raises: ValueError if the options need levels and their number is not that of the steps.
         """
         from ..diffusion.steps.windows import is_kept, stays_exact
 

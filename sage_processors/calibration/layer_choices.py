@@ -1,9 +1,10 @@
-"""Which layers give up how much speed: for every layer the cheapest way whose measured error stays below a limit.
+"""Choose for every layer the cheapest way to run it whose measured error stays below a limit.
 
-A layer's ways are INT8 choices (the recipe, else P·V in 16 bit, a scale per token, the Hadamard rotation), each at
-all steps or with 16 bit at the noise levels where its error is, and 16 bit throughout. A choice's error is what a
-probe measured while the whole model ran under it, by layer and step; with 16 bit at some noise levels, that over the
-others.
+A layer's ways are: an INT8 choice at all steps, an INT8 choice with 16 bit at some noise levels, and 16 bit at all
+steps. INT8 choices are the recipe as given, P·V in 16 bit, a scale per token, and the Hadamard rotation.
+
+A probe measures each choice by layer and step, while the whole model runs under it. A way's error is that of its
+choice over the steps which run in INT8.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from ..options import MAX_RANGES, SageAttnProcessor
 from .cost import EXACT
 
 
-MAX_RUNGS = 64
-_SAME = 1e-9  # relative: sums of the same costs in another order differ in their last digits
+MAX_CANDIDATES = 64
+_SAME = 1e-9  # relative tolerance: sums of the same costs in another order differ in their last digits
 
 
 @dataclass(frozen=True)
@@ -40,20 +41,27 @@ class Choice:
 
     @classmethod
     def of(cls, config: SageAttnProcessor) -> Choice:
-        """What the options say of layers without options of their own."""
+        """Return the choice that these options make for layers without options of their own."""
         return cls(config.recipe, config.scaling.name, config.rotation)
 
 
 @dataclass(frozen=True)
 class Way:
-    """choice None: 16 bit at all steps. span: () or the noise levels at which a layer stays in 16 bit."""
+    """How a layer runs at each noise level.
+
+    choice: how its INT8 calls run; None: 16 bit at all steps.
+    span: (low, high), the range of noise levels at which the layer runs in 16 bit; () for none.
+    """
 
     choice: Choice | None
     span: tuple[float, ...] = ()
 
 
 def sums_by_step(probes) -> dict:
-    """{layer: {step as str, for JSON: [signal, noise]}}: sums of squares over heads and attention calls."""
+    """Return {layer: {step: [signal, noise]}}, sums of squares over heads and attention calls.
+
+    Steps are strings, as JSON wants keys.
+    """
     found: dict[str, dict] = {}
     for row in (row for probe in probes for row in probe.summary("layer", "step")):
         steps = found.setdefault(row["layer"].partition("#")[0], {})
@@ -65,7 +73,7 @@ def sums_by_step(probes) -> dict:
 
 
 def check_sums(sums: dict, remedy: str) -> None:
-    """Raise ValueError unless `sums` is what `sums_by_step` makes."""
+    """Raise ValueError unless `sums` has the form of a result of `sums_by_step`."""
     pairs: list[list] = []
     for steps in sums.values():
         if not isinstance(steps, dict) or not all(step.isdecimal() for step in steps):
@@ -77,7 +85,7 @@ def check_sums(sums: dict, remedy: str) -> None:
 
 
 def relative_l2(pairs) -> float:
-    """Relative L2 of all (signal, noise) sums of squares together."""
+    """Return the relative L2 error from (signal, noise) pairs of sums of squares; inf without signal."""
     signal, noise = map(sum, zip((0.0, 0.0), *pairs, strict=True))
     if not noise:
         return 0.0
@@ -85,16 +93,21 @@ def relative_l2(pairs) -> float:
 
 
 def milder_recipe(recipe: str) -> str:
-    """The recipe of the same scores with P·V in 16 bit: itself where that is what it does, the default if none has
-    them."""
+    """Return the recipe with the same Q·Kᵀ and P·V in 16 bit.
+
+    That is the recipe itself if its P·V runs in 16 bit, and the default recipe if no recipe fits.
+    """
     given = sage_kernels.RECIPES[recipe]
     wanted = (given.qk, given.plain, "16bit")
     same = (name for name, other in sage_kernels.RECIPES.items() if (other.qk, other.plain, other.pv) == wanted)
     return next(same, sage_kernels.DEFAULT_RECIPE)
 
 
-def demotions(base: SageAttnProcessor) -> list[SageAttnProcessor]:
-    """What to measure: the options themselves, then for all layers P·V in 16 bit, per_token, the rotation, both."""
+def options_to_probe(base: SageAttnProcessor) -> list[SageAttnProcessor]:
+    """Return the options to measure with a probe, one INT8 choice for all layers in each.
+
+    First the base options, then P·V in 16 bit, a scale per token, the rotation, and both of these.
+    """
     found = [base]
     mild = dataclasses.replace(base, recipe=milder_recipe(base.recipe))
     scaling = base.scaling.name
@@ -105,28 +118,28 @@ def demotions(base: SageAttnProcessor) -> list[SageAttnProcessor]:
     return list(dict.fromkeys(found))
 
 
-class Demotion:
-    """Finds the options of every layer from what was measured.
+class LayerChoices:
+    """Options for every layer, chosen by measured errors.
 
     Args:
-        base: the options of layers that need nothing else.
-        noise: {Choice: {layer: {step: (signal, noise)}}}, `sums_by_step` of what ran under each choice. A layer that
-            is missing under a choice had no error there.
+        base: the options of layers that need no others.
+        noise: {Choice: {layer: {step: (signal, noise)}}}, `sums_by_step` of the run under each choice. A layer that is
+            missing under a choice had no error there.
         seconds: (layer, Choice or None for 16 bit) -> cost of one step.
-        levels: noise level of every step of a run; () if nobody knows: then no ranges of noise levels are tried.
+        levels: noise level of every step of a run. () if they are unknown: then no ranges of noise levels are tried.
     """
 
     def __init__(self, base: SageAttnProcessor, noise: dict, seconds: Callable, levels):
         self._base, self._noise, self._seconds, self._levels = base, noise, seconds, levels
         self.layers = list(dict.fromkeys(layer for found in noise.values() for layer in found))
-        owned = base.keep.noise or base.rules("keep_noise")  # the user's own ranges stay, and leave no room for others
+        owned = base.keep.noise or base.rules("keep_noise")  # ranges that the user gave stay, and no others are tried
         steps = sorted({int(step) for found in noise.values() for sums in found.values() for step in sums})
         self._spans = [] if owned or not levels else _spans({_level_at(levels, s) for s in steps})
         # every way of every layer: (cost of a run, its rank among equals, way, error), cheapest first
         self._ways = {layer: self._ways_of(layer) for layer in self.layers}
 
     def error(self, layer: str, choice: Choice, span=()) -> float:
-        """Relative L2 of what a probe compared, without the steps at noise levels of `span`."""
+        """Return the measured relative L2 error of a layer, without the steps at noise levels in `span`."""
         sums = self._noise[choice].get(layer, {})
         return relative_l2(
             pair for step, pair in sums.items() if not (span and inside(span, _level_at(self._levels, int(step))))
@@ -149,16 +162,17 @@ class Demotion:
             for rank, way in enumerate(ways)
             if way.choice is not None
         ]
-        # short sequences cost more rotated than in 16 bit
+        # with short sequences some ways cost more than 16 bit, such as the rotation
         cheaper = [row for row in rows if row[0] < exact]
         return [*sorted(cheaper, key=lambda row: row[:2]), (exact, len(ways), Way(None), 0.0)]
 
-    def plan(self, limits: dict[str, float], banned=frozenset()) -> dict[str, Way]:
-        """{layer: the cheapest way with an error of at most its limit}, with MAX_RANGES different ranges at most.
+    def choose(self, limits: dict[str, float], banned=frozenset()) -> dict[str, Way]:
+        """Return {layer: its cheapest way with an error of at most its limit}.
 
-        banned: (layer, Way) that are not to be taken.
+        All ways together have at most MAX_RANGES different ranges of noise levels. banned: (layer, Way) pairs that
+        must not be chosen.
         """
-        best: dict[str, dict] = {layer: {} for layer in self.layers}  # by range: the cheapest, first in its order
+        best: dict[str, dict] = {layer: {} for layer in self.layers}  # the cheapest way for each range
         for layer in self.layers:
             for row in self._ways[layer]:
                 if row[3] <= limits[layer] and (layer, row[2]) not in banned:
@@ -171,7 +185,10 @@ class Demotion:
 
     @staticmethod
     def _cheapest_ranges(best: list[dict]) -> tuple:
-        """The ranges, MAX_RANGES at most, with which all layers together cost least. best: of `plan`, by layer."""
+        """Return the ranges, at most MAX_RANGES, with which all layers together cost least.
+
+        best: for each layer, the cheapest row for each range.
+        """
         used = sorted({span for rows in best for span in rows if span})
         each = [[rows.get(span, rows[()])[0] for rows in best] for span in ((), *used)]
         costs = torch.tensor(each, dtype=torch.float64, device="cpu")  # [1 + ranges, layers]
@@ -183,16 +200,16 @@ class Demotion:
                 break
             totals = costs[1:][torch.tensor(sets, dtype=torch.int64, device="cpu")].amin(1).sum(-1)  # [sets]
             lowest = float(totals.min())
-            if lowest < least * (1 - _SAME):  # else fewer ranges do as well
+            if lowest < least * (1 - _SAME):  # otherwise fewer ranges do as well
                 first = int((totals <= lowest * (1 + _SAME)).nonzero()[0])
                 least, found = lowest, tuple(used[i] for i in sets[first])
         return found
 
-    def options(self, plan: dict[str, Way]) -> SageAttnProcessor:
-        """The base's options with a plan's layers."""
+    def options(self, chosen: dict[str, Way]) -> SageAttnProcessor:
+        """Return the base options with the ways that were chosen for layers."""
         base, usual = self._base, dataclasses.asdict(Choice.of(self._base))
         rules = []
-        for layer, way in plan.items():
+        for layer, way in chosen.items():
             if way.choice is None:
                 own: dict[str, Any] = {"recipe": IN_16_BIT}
             else:
@@ -201,16 +218,16 @@ class Demotion:
             rules += [LayerRule(glob.escape(layer), **own)] if own else []
         return base.with_rules(*rules)
 
-    def ladder(self) -> list[SageAttnProcessor]:
-        """Options with a smaller and smaller error of the worst layer, each dearer than the one before."""
+    def candidates(self) -> list[SageAttnProcessor]:
+        """Return options by falling error of the worst layer, each dearer than the one before."""
         errors = {error for ways in self._ways.values() for *_, error in ways if 0 < error < math.inf}
-        # just below each error that was measured something changes
+        # the choice changes only where the limit falls below a measured error
         limits = [math.nextafter(error, 0.0) for error in sorted(errors, reverse=True)]
-        if len(limits) > MAX_RUNGS:
-            limits = [limits[i * (len(limits) - 1) // (MAX_RUNGS - 1)] for i in range(MAX_RUNGS)]
-        plans = (self.plan(dict.fromkeys(self.layers, limit)) for limit in limits)
-        rungs = (self.options(plan) for plan in plans if any(way.choice for way in plan.values()))
-        return [rung for rung in dict.fromkeys(rungs) if rung != self._base]
+        if len(limits) > MAX_CANDIDATES:
+            limits = [limits[i * (len(limits) - 1) // (MAX_CANDIDATES - 1)] for i in range(MAX_CANDIDATES)]
+        all_chosen = (self.choose(dict.fromkeys(self.layers, limit)) for limit in limits)
+        found = (self.options(chosen) for chosen in all_chosen if any(way.choice for way in chosen.values()))
+        return [config for config in dict.fromkeys(found) if config != self._base]
 
 
 def _level_at(levels, step: int) -> float:
@@ -218,7 +235,10 @@ def _level_at(levels, step: int) -> float:
 
 
 def _spans(probed: set[float]) -> list[tuple[float, float]]:
-    """Every range of neighbouring probed noise levels but all of them, with borders half-way between two."""
+    """Return all ranges of neighbouring probed noise levels, except the range that holds all of them.
+
+    Borders lie half-way between two probed levels.
+    """
     levels = sorted(probed)
     middles = [(round((a + b) / 2, 4), a, b) for a, b in zip(levels, levels[1:], strict=False)]
     edges = (0.0, *(middle for middle, a, b in middles if a < middle < b), 1.0)
@@ -226,10 +246,10 @@ def _spans(probed: set[float]) -> list[tuple[float, float]]:
 
 
 def seconds_of(costs) -> Callable:
-    """`seconds` of a Demotion, from a CostTable."""
+    """Return the function `seconds` that LayerChoices takes, made from a CostTable."""
 
     def seconds(layer: str, choice: Choice | None) -> float:
-        if layer not in costs.shapes:  # too short for the recipe that the shapes were seen with
+        if layer not in costs.shapes:  # its calls were too short for INT8 in the run that showed the shapes
             return 1.0 if choice is None else 0.5
         if choice is None:
             return costs.seconds(layer, EXACT)

@@ -1,9 +1,9 @@
-"""Which linear layers run in which format: what each costs in them, and what it does to the model's output.
+"""Choose the format of each linear layer by its cost and by its effect on the model's output.
 
-A layer's error is measured where it counts: on steps of a stock run the denoiser is called again with this layer alone
-in 8 bit, and its output compared with the stock one. A layer's own error says less: nearly all layers have the same,
-and few move a picture. From all layers in the cheapest format on, the step that takes most error away for its time is
-taken first, until all are in 16 bit.
+On some steps of a stock run, the denoiser is called again with one layer in 8 bit, and its output is compared with the
+stock output. A layer's own error would say less: nearly all layers have the same, but few of them change a picture.
+Candidates begin with all layers in the cheapest format. Each makes one more change, the one that removes most error
+for its time, until all layers are in 16 bit.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .cost import FLOPS_16BIT, OPS_INT8
 
 
 EXACT = "none"
-MAX_RUNGS = 64
+MAX_CANDIDATES = 64
 SAMPLED_STEPS = 2
 
 
@@ -41,8 +41,9 @@ class Layer:
 
     Attributes:
         module: the layer. rows: of its inputs in the sampled run, over all calls.
-        seconds: {format, "none" for 16 bit: time of one call}. errors: {format: squared relative error of the
-            denoiser's output with this layer alone in 8 bit, mean over the sampled steps}; 0 in 16 bit.
+        seconds: {format: time of one call}; format "none" is 16 bit.
+        errors: {format: squared relative error of the denoiser's output with this layer alone in the format, mean over
+            the sampled steps}; 0 in 16 bit.
     """
 
     module: Any
@@ -52,21 +53,22 @@ class Layer:
 
     @property
     def operations(self) -> int:
-        """2 · M · N · K of all calls."""
+        """Operations of all calls, 2 · rows · in_features · out_features."""
         return 2 * self.rows * self.module.in_features * self.module.out_features
 
 
 class LinearChoices:
-    """What linear layers cost and spoil, and options from it.
+    """Cost and error of linear layers in 8-bit formats, and candidate options made from them.
 
     Args:
-        pipe: a stock pipeline. config: options; its linears.min_features and the linears of its layers say
-            which layers are searched. formats: "int8", "fp8", to try.
-        draw: on_step -> None; draws a picture with the pipeline. steps: of a run. batch: pictures of the calls that
-            costs are for.
+        pipe: a stock pipeline.
+        config: its linears.min_features and the linears of its layers say which layers are searched.
+        formats: to try, "int8" and "fp8".
+        draw: draws a picture with the pipeline and calls its argument, on_step, after each step.
+        steps: denoising steps of a run. batch: pictures per call for which costs are computed.
         kind: "counted" (operations alone) or "measured". show: of a progress bar.
     Attributes: layers: {name: Layer}. base: the cheapest format.
-    Raises: ValueError without any layer to search.
+    Raises: ValueError if there is no layer to search.
     """
 
     def __init__(
@@ -111,34 +113,37 @@ class LinearChoices:
         self.base = min(self._formats, key=total.__getitem__)  # of equally dear ones the first
 
     def seconds(self, config: SageAttnProcessor) -> tuple[float, float]:
-        """Of one call of every layer under these options, and in 16 bit."""
+        """Return the seconds of one call of every layer, under these options and in 16 bit."""
         layers = self.layers.items()
         own = sum(layer.seconds[config.of_layer("linears", name)] for name, layer in layers)
         return own, sum(layer.seconds[EXACT] for _, layer in layers)
 
     def share(self, config: SageAttnProcessor) -> float:
-        """Operations in 8 bit over those of all layers that are searched."""
+        """Return the share of the searched layers' operations that runs in 8 bit under these options."""
         layers = self.layers.items()
         own = sum(layer.operations for name, layer in layers if config.of_layer("linears", name) != EXACT)
         return own / sum(layer.operations for _, layer in layers)
 
-    def ladder(self, base: SageAttnProcessor) -> list[SageAttnProcessor]:
-        """Options with a smaller and smaller error of linear layers, each dearer than the one before."""
+    def candidates(self, base: SageAttnProcessor) -> list[SageAttnProcessor]:
+        """Return options by falling error of linear layers, each dearer than the one before."""
         moves = []
         for name, layer in self.layers.items():
             moves += [(gain, name, format) for gain, format in _moves(layer, base.linears.format)]
-        plan: dict[str, str] = {}
-        rungs = []
+        chosen: dict[str, str] = {}
+        found = []
         for _, name, format in sorted(moves, key=lambda move: (-move[0], move[1])):
-            plan[name] = format
-            rungs.append(self._options(base, plan))
-        if len(rungs) > MAX_RUNGS:
-            rungs = [rungs[i * (len(rungs) - 1) // (MAX_RUNGS - 1)] for i in range(MAX_RUNGS)]
-        return rungs
+            chosen[name] = format
+            found.append(self._options(base, chosen))
+        if len(found) > MAX_CANDIDATES:
+            found = [found[i * (len(found) - 1) // (MAX_CANDIDATES - 1)] for i in range(MAX_CANDIDATES)]
+        return found
 
     def roles(self, base: SageAttnProcessor) -> list[SageAttnProcessor]:
-        """The same, with all layers of one role in all blocks at a time, in 16 bit: a few layers' errors are no sure
-        guide to what a whole run makes of them."""
+        """Return candidates in which all layers of a role go to 16 bit together, in all blocks.
+
+        A role is a layer's name without the number of its block. The errors of single layers, measured on few steps,
+        do not always tell what a whole run makes of them.
+        """
         groups: dict[str, list[str]] = {}
         for name in self.layers:
             groups.setdefault(re.sub(r"\.\d+(?=\.)", ".*", name), []).append(name)
@@ -148,26 +153,28 @@ class LinearChoices:
             saved = sum(layer.seconds[EXACT] - layer.seconds[base.linears.format] for layer in own)
             return sum(layer.errors[base.linears.format] for layer in own) / max(saved, 1e-30)
 
-        plan: dict[str, str] = {}
-        rungs = []
+        chosen: dict[str, str] = {}
+        found = []
         for names in sorted(groups.values(), key=lambda names: (-gain(names), names)):
-            plan |= dict.fromkeys(names, EXACT)
-            rungs.append(self._options(base, plan))
-        return rungs
+            chosen |= dict.fromkeys(names, EXACT)
+            found.append(self._options(base, chosen))
+        return found
 
-    def _options(self, base: SageAttnProcessor, plan: dict[str, str]) -> SageAttnProcessor:
+    def _options(self, base: SageAttnProcessor, chosen: dict[str, str]) -> SageAttnProcessor:
         return base.with_rules(
-            *(LayerRule(glob.escape(name), linears=plan[name]) for name in self.layers if name in plan)
+            *(LayerRule(glob.escape(name), linears=chosen[name]) for name in self.layers if name in chosen)
         )
 
 
 def _labels(part: str) -> Callable[[str], str]:
-    """Names as a report has them."""
     return lambda name: f"{part}.{name}" if part else name
 
 
 def _moves(layer: Layer, start: str) -> list[tuple[float, str]]:
-    """(error taken away per second, format) from a format on to dearer ones, the best first: their lower hull."""
+    """Return the best next formats from `start` to 16 bit, as (error removed per second, format).
+
+    These are the corners of the lower convex hull of error over time.
+    """
     moves, at = [], start
     while at != EXACT:
         ways = [
@@ -183,7 +190,7 @@ def _moves(layer: Layer, start: str) -> list[tuple[float, str]]:
 
 
 class _Recorder:
-    """While a stock run draws: rows that layers see, and what denoisers are called with on some steps."""
+    """Hooks that record a stock run: rows of each layer's inputs, and the denoisers' inputs on some steps."""
 
     def __init__(self, models: dict[str, Any], modules: Sequence[Any], steps: int) -> None:
         self.rows: dict[int, int] = {}
@@ -235,7 +242,7 @@ def _outputs(model: Any, inputs: Sequence[tuple[Any, Any]]) -> list[torch.Tensor
 
 
 def _errors(model: Any, name: str, choices: Sequence[Any], formats, options, inputs, show) -> dict[str, dict]:
-    """{layer: {format: squared relative error of the model's output}}."""
+    """Return {layer: {format: squared relative error of the model's output}}."""
     found: dict[str, dict[str, float]] = {choice.name: {} for choice in choices}
     if not (choices and inputs):
         return found
@@ -254,7 +261,7 @@ def _errors(model: Any, name: str, choices: Sequence[Any], formats, options, inp
                         for a, b in zip(_outputs(model, inputs), stock, strict=True)
                     ]
                     state.is_resting = True
-                    # rounded: a last digit must not decide which of two layers comes first
+                    # rounded, so that a last digit does not decide which of two layers comes first
                     found[choice.name][format] = float(f"{sum(error) / len(error):.6e}")
                     if on_layer is not None:
                         on_layer()
@@ -262,14 +269,17 @@ def _errors(model: Any, name: str, choices: Sequence[Any], formats, options, inp
 
 
 def _seconds(rows: int, module: Any, format: str, kind: str) -> float:
-    """Of one call of a layer: operations over the data sheet's rates, or timed."""
+    """Return the seconds of one call of a layer, by the rates of a data sheet or measured."""
     if kind == "counted":
         return 2.0 * rows * module.in_features * module.out_features / (FLOPS_16BIT if format == EXACT else OPS_INT8)
     return measured_linear_seconds(rows, module.weight, format)
 
 
 def measured_linear_seconds(rows: int, weight: torch.Tensor, format: str, *, repeats: int = 10) -> float:
-    """Median wall time of one call on random inputs [rows, K], after a first one, quantisation included."""
+    """Return the median wall time of one call on random inputs [rows, K], in seconds.
+
+    Quantisation of the inputs is included. A first call, which compiles, is not timed.
+    """
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(rows, weight.shape[1], generator=generator, dtype=torch.float32, device="cpu").to(
         weight.device, weight.dtype

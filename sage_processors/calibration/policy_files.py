@@ -1,8 +1,7 @@
-"""Policy files: the options that a calibration chose, as strict JSON, to be used in another process.
+"""Policy files: the options that a calibration chose, as strict JSON.
 
-A policy holds options and measurements, no tensors and nothing that could run: what is read are strings and numbers,
-each checked as `SageAttnProcessor` checks its own arguments. Numbers are rounded and nothing says when or where, so
-the same calibration writes the same bytes.
+A policy holds options and measurements, but no tensors and no code. `SageAttnProcessor` checks each option it reads.
+Numbers are rounded and neither time nor machine is written, so the same calibration writes the same bytes.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _MODEL_FIELDS = {"name": str, "model_class": str, "config_hash": str, "layers": 
 
 
 def describe_models(handle: Any) -> list[dict[str, Any]]:
-    """What a policy says of the denoisers that it was made for."""
+    """Return a policy's description of the denoisers of a handle: name, class, config hash, layers."""
     return [
         {
             "name": denoiser.name,
@@ -58,7 +57,7 @@ def write_policy(
     result: dict[str, Any],
     curve: list[dict[str, Any]],
 ) -> None:
-    """Write a policy to `path`, which must end in .json, in one step. Raises: TypeError, ValueError, OSError."""
+    """Write a policy to a .json file in one step. Raises: TypeError, ValueError, OSError."""
     path = _checked_path(path)
     content = {
         "format_version": FORMAT_VERSION,
@@ -73,22 +72,23 @@ def write_policy(
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Sorted, indented JSON without NaN, in one step: whoever reads meanwhile sees the old file or the new one."""
+    """Write sorted, indented JSON in one step: a reader sees the old file or the new one. Refuses NaN."""
     text = json.dumps(content, indent=1, sort_keys=True, allow_nan=False) + "\n"
     write_whole(path, text)
 
 
 def read_policy(path: str | Path, target: Any = None) -> tuple[object, dict[str, Any]]:
-    """(SageAttnProcessor, the whole content) of a policy file.
+    """Return the SageAttnProcessor in a policy file, and the file's whole content.
 
-    Args: target: the pipeline or model that it is for: its classes, configs and layers must be the policy's. None:
-        not compared (a layer pattern that matches nothing still raises in `apply`).
-    Raises: TypeError, ValueError (damaged, too large, another version, another model, options that are none);
-        FileNotFoundError and other OSErrors.
+    Args:
+        path: of the file. target: the pipeline or model that it is used for: its classes, configs and layers must be
+            the policy's. None: not compared (a layer pattern that matches no layer still raises in `apply`).
+    Raises: TypeError, ValueError (a file that is damaged, too large, of another version or of another model, or that
+        holds unknown or invalid options); FileNotFoundError and other OSErrors.
     """
     path = _checked_path(path)
     content = strict_json(read_small(path, MAX_FILE_BYTES), "the policy", _REMEDY)
-    version: Any = content.get("format_version")  # before the keys: they are another version's
+    version: Any = content.get("format_version")  # checked before the keys, as another version has other keys
     if type(version) is int and version != FORMAT_VERSION:
         raise ValueError(f"path: got format_version {version}, expected {FORMAT_VERSION}; {_REMEDY} of this version")
     strict_object(content, _FIELDS, "the policy", _REMEDY)
@@ -107,7 +107,7 @@ def read_policy(path: str | Path, target: Any = None) -> tuple[object, dict[str,
 
 
 def _check_group(name: str, given: Any) -> None:
-    """Raise ValueError where an option group of a policy lacks options or has others."""
+    """Raise ValueError if an option group of a policy lacks options or has unknown ones."""
     if name not in _GROUPS:
         return
     known = {field.name for field in dataclasses.fields(_GROUPS[name])}
@@ -118,7 +118,7 @@ def _check_group(name: str, given: Any) -> None:
 
 
 def read_small(path: Path, limit: int) -> bytes:
-    """The content of a regular file of at most `limit` bytes. Raises: ValueError, OSError."""
+    """Return the content of a regular file of at most `limit` bytes. Raises: ValueError, OSError."""
     if not path.exists():
         raise FileNotFoundError(f"path: got {path.name!r}, which does not exist, expected a file; {_REMEDY}")
     if not path.is_file():

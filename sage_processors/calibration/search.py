@@ -1,15 +1,17 @@
-"""Find the fastest options that meet a quality budget, by drawing pictures and comparing them with stock attention.
+"""Find the fastest options that meet a quality budget, by comparing pictures with stock attention's.
 
-What is tried: every recipe and scaling on its own; then, from the best of them, ladders. On the first one every layer
-has the cheapest way whose measured error stays below a limit that falls from rung to rung (layer_choices.py): P·V in
-16 bit where the recipe has it in 8, a scale per token, the Hadamard rotation (measured for all layers first, which may
-do), 16 bit at the noise levels where its error is, 16 bit throughout. The others have more and more 16 bit: layers in
-the order of their error, first steps, last steps. On each ladder the mildest rung that meets the budget is found by
-bisection. Linear layers, where they are asked for, have ladders of their own (linear_choices.py), layer by layer and
-role by role, and one beside the first, in place of the others. Limits of skip="temporal", where they are asked for,
-have one on top of the cheapest options that meet the budget without (skip_choices.py). What meets the budget on the
-search's seeds is drawn again with fresh seeds, cheapest first and of equally dear ones the better first, and only
-those numbers count.
+First every recipe and scaling is tried on its own. From the best of them start candidate sequences, lists of options
+of rising quality and cost. In the first sequence (layer_choices.py) every layer takes the cheapest way whose measured
+error stays below a limit, and the limit falls from candidate to candidate. The others (candidates.py) have more and
+more in 16 bit: layers in the order of their error, first steps, last steps. In each sequence, bisection finds the
+first candidate that meets the budget.
+
+If linear layers are searched, two sequences are theirs (linear_choices.py), layer by layer and role by role, and one
+pairs the first of these with the sequence of attention layers. They replace the others. If limits of skipped tiles
+are searched, one more sequence (skip_choices.py) starts from the cheapest options that meet the budget without.
+
+What meets the budget on the search's seeds is drawn again with fresh seeds, the cheapest first and among equally dear
+ones the best first. Only these numbers count.
 """
 
 from __future__ import annotations
@@ -24,15 +26,14 @@ from typing import TYPE_CHECKING, Any
 
 from sage_kernels.facts.recipe import MIXED_RECIPE
 
-from ..evaluation.progress_bar import progress_bar
 from ..files.whole_file import check_output
 from ..option_groups import LINEARS, LayerRule
 from ..options import SageAttnProcessor
 from ..reporting.layer_report import NOTHING_RAN
 from . import layer_choices, policy_files, skip_choices
-from .candidates import ladders
+from .candidates import candidate_sequences
 from .layer_choices import Choice, Way
-from .trials import Trials, numbers_of
+from .trials import Trials, numbers_of, progress_bar
 
 
 if TYPE_CHECKING:
@@ -45,20 +46,22 @@ MAX_LOOKS = 4
 
 @dataclass(frozen=True)
 class Calibration:
-    """What `calibrate` found.
+    """Options found by `calibrate`, with their quality on fresh seeds and everything that was tried.
 
     Attributes:
-        config: the options, to be given to `pipe.set_attn_processor`.
-        met: whether the pictures of fresh seeds met the budget.
+        config: the options, for `pipe.set_attn_processor`.
+        met: True if the pictures of fresh seeds met the budget.
         budget: {"target_psnr": dB} or {"max_attention_error": relative L2 of the worst layer}.
-        result: on those fresh seeds: psnr_db (mean), psnr_db_low (lower end of the mean's 95 % interval: few pictures
-            tell little), psnr_db_worst, attention_error (of the worst layer; 0 where it was not asked for), int8_share
-            (INT8 calls over those that INT8 can do), cost (attention time over that of 16 bit, counted or measured),
-            looks (sets of fresh seeds used); where linear layers were searched, linear_share (their operations in
-            8 bit over all of them); where skipping was, skipped_fraction (pairs of tiles left out, all layers by their
-            time) and lost_max (the largest share of a row's probability that a list was found to leave out).
-        curve: everything tried on the search's seeds, by cost: label, cost, the three of psnr_db, int8_share.
-        models: what the policy is for.
+        result: numbers on fresh seeds.
+            psnr_db, psnr_db_low, psnr_db_worst: mean, lower end of the mean's 95 % interval, worst picture.
+            attention_error: relative L2 of the worst layer; 0 if it was not measured.
+            int8_share: INT8 calls over the calls that INT8 can do.
+            cost: attention time over that of 16 bit, counted or measured. looks: sets of fresh seeds used.
+            linear_share, if linear layers were searched: their operations in 8 bit over all of them.
+            skipped_fraction, if skipping was searched: tile pairs left out, layers weighted by their time.
+            lost_max, if skipping was searched: the largest measured share of a row's probability that was left out.
+        curve: everything tried on the search's seeds, by cost: label, cost, the three psnr_db numbers, int8_share.
+        models: the denoisers that the policy is for.
     """
 
     config: SageAttnProcessor
@@ -111,34 +114,35 @@ def calibrate(
     state_path: str | Path | None = None,
     progress: bool = True,
 ) -> Calibration:
-    """Find the fastest attention that meets a quality budget. Takes as long as drawing all those pictures.
+    """Find the fastest options that meet a quality budget. This draws many pictures.
 
     Args:
-        pipe: a text-to-image or text-to-video DiffusionPipeline. What was applied to it before is removed.
-        inputs: prompts, one picture or clip each. seeds: one for each, 0, 1, … by default; fresh ones are made from
-            them.
-        held_out: prompts for the fresh seeds, in turns; by default inputs again.
+        pipe: a text-to-image or text-to-video DiffusionPipeline. A handle that is applied to it is removed.
+        inputs: prompts, one picture or clip each.
+        seeds: one for each prompt, by default 0, 1, …; fresh seeds are made from them.
+        held_out: prompts for the fresh seeds, taken in turns; by default inputs again.
         arguments: more for the pipeline's call, such as the size of a clip.
-        target_psnr: mean PSNR, dB, against stock attention on the same seeds. max_attention_error: relative L2 error
-            of every layer's attention output, on sampled heads, rows and steps. Exactly one of the two.
+        target_psnr: mean PSNR, dB, against stock attention on the same seeds. Give this or max_attention_error.
+        max_attention_error: relative L2 error of every layer's attention output, on sampled heads, rows and steps.
         recipes, scalings: what to try; recipes default to config's. "static" and "sigma_power" start from a table
-            frozen after a first run (`handle.freeze_scales`). With max_attention_error the first of both is tried for
-            every layer, and the per-call ones among the other scalings; where these fail a layer, all of them with
-            P·V in 16 bit, if the recipe has it in 8; where these fail too, with the Hadamard rotation.
-        linears: "int8", "fp8": formats to try for linear layers too; each is in one of them or in 16 bit. Only with
-            target_psnr. Which layers: config's linears.min_features, and the linears of its layers.
-        skip_limits: limits to try for `Skip.limit`, of all layers and then layer by layer and by noise level, upon
-            the cheapest options that meet target_psnr without. They need a planned scaling.
+            frozen after a first run (`handle.freeze_scales`). With max_attention_error, every layer tries the first
+            recipe with the first scaling and with those of the others that are computed per call. If a layer fails
+            with all of these, they are tried with P·V in 16 bit, and then with the Hadamard rotation too.
+        linears: formats to try for linear layers, "int8" and "fp8". Each layer gets one of them or 16 bit. Needs
+            target_psnr. config's linears.min_features and the linears of its layers say which layers are searched.
+        skip_limits: limits to try for `Skip.limit`, for all layers alike and by layer and noise level, on top of
+            the cheapest options that meet target_psnr without. Needs target_psnr and a planned scaling.
         config: options that are not searched.
         steps: denoising steps. batch: pictures per pipeline call.
-        cost: "counted" (operations and bytes; the same everywhere, so the same calibration writes the same file),
-            "measured" (times of this machine) or "auto": measured on a GPU.
-        path: where to write the policy, .json. state_path: where to keep what was measured, .json; a calibration with
-            the same inputs and model goes on from there.
+        cost: "counted" (operations and bytes: the same calibration writes the same file on every machine), "measured"
+            (times of this machine) or "auto" (measured on a GPU, else counted).
+        path: where to write the policy, .json.
+        state_path: where to keep measurements, .json. A later calibration of the same inputs and model continues
+            from there.
         progress: show a progress bar (rich).
-    Returns: Calibration; `met` says whether the budget was met.
-    Raises: TypeError, ValueError (arguments, files that can't be written, or a state of another calibration); OSError
-        where the disk is full at the end: what was found is in the log then.
+    Returns: Calibration. Its `met` is False if nothing met the budget; it then holds the best that was found.
+    Raises: TypeError, ValueError (arguments, paths that can't be written, or the state of another calibration);
+        OSError if the policy can't be written at the end. The log then says what was found.
     """
     config = SageAttnProcessor() if config is None else config
     seeds = list(range(len(inputs))) if seeds is None else list(seeds)
@@ -146,8 +150,8 @@ def calibrate(
     _check(inputs, seeds, target_psnr, max_attention_error, kind, path, state_path)
     if config.linears.drop_weights:
         raise ValueError(
-            "config: got drop_weights=True, expected the 16-bit weights to be there: what is tried is compared with "
-            "them; set it in the options that are found"
+            "config: got drop_weights=True, expected False: the search compares with the 16-bit weights; set it in "
+            "the options that are found"
         )
     linears = _checked_formats(linears, target_psnr)
     skip_limits = skip_choices.checked_limits(skip_limits, scalings, target_psnr)
@@ -156,7 +160,7 @@ def calibrate(
     recipes = (config.recipe,) if recipes is None else tuple(recipes)
     if MIXED_RECIPE in (*recipes, *(recipe for _, recipe in config.rules("recipe"))):
         raise NotImplementedError(
-            f"recipes: got {MIXED_RECIPE!r}, expected recipes of sage_kernels.RECIPES: what mixed precision costs is "
+            f"recipes: got {MIXED_RECIPE!r}, expected recipes of sage_kernels.RECIPES: the cost of mixed precision is "
             "not known; compare it by hand, with handle.probe()"
         )
     start = skip_choices.without_lists(config) if skip_limits else config
@@ -177,7 +181,7 @@ def calibrate(
     if path is not None:
         try:
             found.save(path)
-        except OSError:  # a disk that has filled up since: what took so long to find is not lost with it
+        except OSError:  # the disk may have filled up since: don't lose what took so long to find
             logger.error("path: %s can't be written; what was found: %s", path, found)
             raise
     return found
@@ -219,7 +223,7 @@ def _checked_formats(linears: Sequence[str], target_psnr: float | None) -> tuple
         raise ValueError(f"linears: got {unknown}, expected some of {list(formats)}")
     if linears and target_psnr is None:
         raise ValueError(
-            "linears: got formats to try without target_psnr, expected it: pictures alone tell their error"
+            "linears: got formats to try without target_psnr, expected it: only pictures show linear layers' error"
         )
     return tuple(dict.fromkeys(linears))
 
@@ -227,7 +231,6 @@ def _checked_formats(linears: Sequence[str], target_psnr: float | None) -> tuple
 def _conclude(
     trials: Trials, config: SageAttnProcessor, met: bool, budget: dict[str, Any], outcome: dict[str, Any], looks: int
 ) -> Calibration:
-    """The result, from the outcome on fresh seeds."""
     result = numbers_of(outcome)
     result |= {"attention_error": max(outcome["errors"].values(), default=0.0), "looks": looks}
     curve = sorted(trials.curve.values(), key=lambda row: (row["cost"], -row["psnr_db"], row["label"]))
@@ -244,7 +247,7 @@ def _for_psnr(
     looked: list[tuple[SageAttnProcessor, dict[str, Any]]] = []
 
     def good_enough(configs: list[SageAttnProcessor]) -> Calibration | None:
-        """Draws with fresh seeds, in the order of preference; the first that meets the budget."""
+        """Draw with fresh seeds, in the order of preference, until a result meets the budget. Else None."""
         for config in sorted(configs, key=trials.preference):
             if len(looked) == MAX_LOOKS:
                 return None
@@ -259,34 +262,34 @@ def _for_psnr(
     found = None
     planned = sorted(filter(skip_choices.can_skip, passing), key=trials.preference)
     if skip_limits and planned:
-        skips = trials.skip_choices(planned[0], skip_limits).ladder()
+        skips = trials.skip_choices(planned[0], skip_limits).candidates()
         alike = [skip_choices.skipping(planned[0], trials.config, limit) for limit in skip_limits]
         alike = [config for config in alike if trials.measure(config)["psnr_db"] >= target]
-        found = good_enough(sorted([*alike, *_mildest(trials, skips, target)], key=trials.preference)[:2])
-        if found is None and looked:  # one look is for options without lists
-            found = _further_up(trials, skips, target, looked, good_enough, MAX_LOOKS - 1)
+        found = good_enough(sorted([*alike, *_first_that_meets(trials, skips, target)], key=trials.preference)[:2])
+        if found is None and looked:  # keep the last look for options without skipping
+            found = _search_stricter(trials, skips, target, looked, good_enough, MAX_LOOKS - 1)
     if found is None:
         found = good_enough(passing)
     if found is None and len(looked) < MAX_LOOKS:
         best = max(bases, key=lambda base: (tried[base], -trials.cost(base)))
         errors = trials.measure(best, probe=True)["errors"]
-        measured = layer_choices.demotions(best)
-        by_layer = trials.demotion(best, measured).ladder()
+        measured = layer_choices.options_to_probe(best)
+        by_layer = trials.layer_choices(best, measured).candidates()
         good = [c for c in measured if c not in tried and trials.measure(c, probe=True)["psnr_db"] >= target]
         passing = sorted(good, key=trials.preference)[:1]
         worst_first = sorted(errors, key=lambda layer: (-errors[layer], layer))
-        tried_ladders = [by_layer, *ladders(best, worst_first, trials.steps)]
-        if trials.linears is not None:  # first, as most time is in them; then both
-            linear = trials.linears.ladder(best)
-            tried_ladders = [linear, trials.linears.roles(best), _side_by_side(by_layer, linear)]
-        for ladder in tried_ladders:
-            passing += _mildest(trials, ladder, target)
+        sequences = [by_layer, *candidate_sequences(best, worst_first, trials.steps)]
+        if trials.linears is not None:  # linear layers take most of the time: them first, then both together
+            linear = trials.linears.candidates(best)
+            sequences = [linear, trials.linears.roles(best), _pair_up(by_layer, linear)]
+        for candidates in sequences:
+            passing += _first_that_meets(trials, candidates, target)
         found = good_enough(passing)
         if trials.linears is not None and passing:
-            found = found or _further_up(trials, linear, target, looked, good_enough)
+            found = found or _search_stricter(trials, linear, target, looked, good_enough)
     if found is not None:
         return found
-    if not looked:  # nothing came near: the best reachable is what users want to know
+    if not looked:  # nothing met the target: report the best that was found
         reachable = max(trials.curve, key=lambda key: (trials.curve[key]["psnr_db"], key))
         config = SageAttnProcessor(**json.loads(reachable))
         looked.append((config, trials.measure(config, look=1)))
@@ -294,30 +297,36 @@ def _for_psnr(
     return _conclude(trials, config, outcome["psnr_db"] >= target, budget, outcome, len(looked))
 
 
-def _further_up(
-    trials: Trials, ladder: Sequence[Any], target: float, looked: list[Any], good_enough: Any, looks: int = MAX_LOOKS
+def _search_stricter(
+    trials: Trials,
+    candidates: Sequence[Any],
+    target: float,
+    looked: list[Any],
+    good_enough: Any,
+    looks: int = MAX_LOOKS,
 ) -> Any:
-    """Rungs that are better on the search's seeds by as much as fresh ones missed the target, while looks are left."""
+    """Try stricter candidates on fresh seeds until one meets the target or `looks` are used up. Else None.
+
+    The next candidate must exceed the target on the search's seeds by as much as fresh seeds missed it.
+    """
     goal = target
     while len(looked) < looks:
         goal += target - max(outcome["psnr_db"] for _, outcome in looked)
-        rung = _mildest(trials, ladder, goal)
-        if not rung or any(config == rung[0] for config, _ in looked):
+        stricter = _first_that_meets(trials, candidates, goal)
+        if not stricter or any(config == stricter[0] for config, _ in looked):
             return None
-        found = good_enough(rung)
+        found = good_enough(stricter)
         if found is not None:
             return found
     return None
 
 
-def _side_by_side(
-    attention: Sequence[SageAttnProcessor], linear: Sequence[SageAttnProcessor]
-) -> list[SageAttnProcessor]:
-    """Rungs of both ladders together: as far up on the one as on the other."""
+def _pair_up(attention: Sequence[SageAttnProcessor], linear: Sequence[SageAttnProcessor]) -> list[SageAttnProcessor]:
+    """Combine two candidate sequences, each at the same fraction of its length."""
     if not attention or not linear:
         return []
     count = max(len(attention), len(linear), 2)
-    places = [[i * (len(ladder) - 1) // (count - 1) for ladder in (attention, linear)] for i in range(count)]
+    places = [[i * (len(sequence) - 1) // (count - 1) for sequence in (attention, linear)] for i in range(count)]
     return [
         attention[a].with_rules(
             *(LayerRule(pattern, linears=format) for pattern, format in linear[b].rules("linears"))
@@ -326,18 +335,18 @@ def _side_by_side(
     ]
 
 
-def _mildest(trials: Trials, ladder: Sequence[SageAttnProcessor], target: float) -> list[Any]:
-    """[the mildest rung that meets the target], by bisection; [] where not even the last one does."""
-    if not ladder or trials.measure(ladder[-1])["psnr_db"] < target:
+def _first_that_meets(trials: Trials, candidates: Sequence[SageAttnProcessor], target: float) -> list[Any]:
+    """Return [the first candidate that meets the target], by bisection; [] if the last one does not."""
+    if not candidates or trials.measure(candidates[-1])["psnr_db"] < target:
         return []
-    low, high = 0, len(ladder) - 1
+    low, high = 0, len(candidates) - 1
     while low < high:
         middle = (low + high) // 2
-        if trials.measure(ladder[middle])["psnr_db"] >= target:
+        if trials.measure(candidates[middle])["psnr_db"] >= target:
             high = middle
         else:
             low = middle + 1
-    return [ladder[high]]
+    return [candidates[high]]
 
 
 # --- attention error ---
@@ -347,27 +356,27 @@ def _for_error(trials: Trials, bases: list[SageAttnProcessor], limit: float) -> 
     base = bases[0]
     same = [b for b in bases if b.recipe == base.recipe and (b is base or not b.scaling.is_planned)]
     mild = [dataclasses.replace(b, recipe=layer_choices.milder_recipe(base.recipe)) for b in same]
-    # dearer than another scaling, cheaper than 16 bit: measured where what comes before is not enough
+    # P·V in 16 bit and the rotation cost more than another scaling: measured only if a layer fails without them
     stages = [same, [b for b in mild if b not in same]]
     stages += [[dataclasses.replace(b, rotation="hadamard") for b in mild]] if base.rotation == "none" else []
     tried = []
     for stage in stages:
         tried += stage
-        layers = trials.demotion(base, tried)
+        layers = trials.layer_choices(base, tried)
         if all(min(layers.error(layer, Choice.of(b)) for b in tried) <= limit for layer in layers.layers):
             break
 
     limits = dict.fromkeys(layers.layers, limit)
     banned: set[tuple[str, Way]] = set()
     for look in range(1, MAX_LOOKS + 1):
-        plan = layers.plan(limits, banned)
-        config = layers.options(plan)
+        chosen = layers.choose(limits, banned)
+        config = layers.options(chosen)
         outcome = trials.measure(config, look=look, probe=True)
         over = {layer: error for layer, error in outcome["errors"].items() if error > limit}
         if not over:
             break
         for layer, error in over.items():
-            banned.add((layer, plan.get(layer, Way(None))))
-            if layer in limits:  # its neighbours among the ways will be as much worse on fresh seeds
+            banned.add((layer, chosen.get(layer, Way(None))))
+            if layer in limits:  # similar ways will be worse on fresh seeds by as much
                 limits[layer] *= limit / error
     return _conclude(trials, config, not over, {"max_attention_error": limit}, outcome, look)

@@ -1,8 +1,9 @@
-"""How much of its probability each layer may leave out, by noise level: what is tried for `skip`.
+"""Limits for skipping tiles by layer and noise level, as candidates for a calibration.
 
-The whole model runs once without lists and once under each limit, with a probe on. That gives the error that a limit
-adds to a layer's attention, over the steps of each range of noise levels. Of a rung of the ladder every layer has, in
-each range, the largest limit whose added error stays below a bar that falls from rung to rung.
+A limit is the share of a row's probability that may be left out. The whole model runs once without skipping and once
+under each limit, with a probe on. This measures the error that a limit adds to a layer's attention, over the steps in
+each range of noise levels. In a candidate, every layer has in each range the largest limit whose added error stays
+below a bar. The bar falls from candidate to candidate.
 """
 
 from __future__ import annotations
@@ -17,32 +18,34 @@ from sage_kernels.facts.recipe import MIXED_RECIPE
 
 from ..option_groups import BY_CALL, LayerRule, Skip
 from ..options import SageAttnProcessor
-from .layer_choices import MAX_RUNGS
+from .layer_choices import MAX_CANDIDATES
 
 
-# Per layer and range of noise levels, a limit; 0: nothing is left out.
-Plan = dict[str, tuple[float, ...]]
+# {layer: a limit for each range of noise levels}; 0: nothing is left out.
+LayerLimits = dict[str, tuple[float, ...]]
 
 
 def checked_limits(limits: Any, scalings: Sequence[str], target_psnr: float | None) -> tuple[float, ...]:
-    """Limits to try, largest first. Raises: TypeError, ValueError."""
+    """Return the limits to try, largest first. Raises: TypeError, ValueError."""
     expected = "limits to try, 0 < limit < 1, as a tuple of floats"
     if isinstance(limits, str) or not all(type(x) is float for x in limits):
         raise TypeError(f"skip_limits: got {str(limits)[:200]}, expected {expected}")
-    if not all(0 < x < 1 for x in limits):  # not so for NaN either
+    if not all(0 < x < 1 for x in limits):  # refuses NaN too
         raise ValueError(f"skip_limits: got {str(limits)[:200]}, expected {expected}")
     if limits and target_psnr is None:
-        raise ValueError("skip_limits: got limits to try without target_psnr, expected it: pictures tell what is lost")
+        raise ValueError(
+            "skip_limits: got limits to try without target_psnr, expected it: only pictures show the loss"
+        )
     if limits and all(scaling in BY_CALL for scaling in scalings):
         raise ValueError(
             f"skip_limits: got limits to try with scalings {list(scalings)}, expected one that is planned, such as "
-            '"timestep": lists are kept with what it plans'
+            '"timestep": skipping needs the state that a planned scaling keeps'
         )
     return tuple(sorted(set(limits), reverse=True))
 
 
 def can_skip(config: SageAttnProcessor) -> bool:
-    """Whether these options may have lists."""
+    """Return True if these options may skip tiles."""
     return config.scaling.is_planned and config.recipe != MIXED_RECIPE
 
 
@@ -55,14 +58,17 @@ def without_lists(config: SageAttnProcessor) -> SageAttnProcessor:
 
 
 def skipping(base: SageAttnProcessor, user: SageAttnProcessor, limit: float) -> SageAttnProcessor:
-    """Return `base` with this limit for all layers but those that have a limit of their own in `user`."""
+    """Return `base` with one limit for all layers, except those with a limit of their own in `user`."""
     skip = dataclasses.replace(user.skip or Skip(), limit=limit)
     rules = (LayerRule(pattern, skip_limit=own) for pattern, own in user.rules("skip_limit"))
     return dataclasses.replace(base, skip=skip, layers=(*base.layers, *rules))
 
 
 def shares_of(rows: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
-    """{layer: [share of all pairs of tiles left out, share of calls with lists]}, of the rows of reports."""
+    """Return {layer: [share of all tile pairs left out, share of calls with lists]} from rows of reports.
+
+    Layers that left nothing out are missing.
+    """
     found: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
         if row["calls"]:
@@ -76,19 +82,20 @@ def shares_of(rows: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
 
 
 def check_shares(shares: dict[str, Any], remedy: str) -> None:
-    """Raise ValueError unless `shares` is what `shares_of` makes."""
+    """Raise ValueError unless `shares` has the form of a result of `shares_of`."""
     for pair in shares.values():
         if not isinstance(pair, list) or len(pair) != 2 or not all(type(x) is float and 0 <= x <= 1 for x in pair):
             raise ValueError(f"path: got {str(pair)[:50]} for skipped, expected two shares from 0 to 1; {remedy}")
 
 
 class SkipChoices:
-    """Finds the limits of every layer from what was measured.
+    """Limits for every layer, chosen by measured errors.
 
     Args:
-        base: options without lists. user: the options that the search began with.
-        noise: {limit, 0 for none: {layer: {step as str: (signal, noise)}}}, `layer_choices.sums_by_step`.
-        levels: noise level of every step of a run; () if nobody knows: then there is one range.
+        base: options that skip nothing. user: the options that the search began with.
+        noise: {limit: {layer: {step as str: (signal, noise)}}}, `layer_choices.sums_by_step` of the run under each
+            limit; limit 0 is the run without skipping.
+        levels: noise level of every step of a run. () if they are unknown: then there is one range.
     """
 
     def __init__(
@@ -98,7 +105,7 @@ class SkipChoices:
         self._skip = user.skip or Skip()
         self.borders = self._skip.noise or self._border()
         self.limits = sorted((limit for limit in noise if limit), reverse=True)
-        self.layers = sorted(noise[0.0])  # in one order, whether they were measured or read
+        self.layers = sorted(noise[0.0])  # measured or read from a file, the order is the same
         self._errors = {
             (layer, where, limit): self._added(layer, where, limit)
             for layer in self.layers
@@ -107,7 +114,10 @@ class SkipChoices:
         }
 
     def _border(self) -> tuple[float, ...]:
-        """Half-way between the noise levels in the middle of the steps that have lists, if both sides were probed."""
+        """Return a border in the middle of the noise levels of steps that skip.
+
+        () if there is no step between or if a probe did not see both sides.
+        """
         listed = sorted(self._levels[self._skip.first_steps : len(self._levels) - self._skip.last_steps])
         middle = len(listed) // 2
         if middle == 0:
@@ -124,7 +134,7 @@ class SkipChoices:
         return sum(border <= self._level(step) for border in self.borders) if self.borders else 0
 
     def _added(self, layer: str, where: int, limit: float) -> float:
-        """Relative L2 that a limit adds to a layer's attention, over the probed steps of a range."""
+        """Return the relative L2 error that a limit adds to a layer, over the probed steps in a range."""
         shares = []
         for chosen in (limit, 0.0):
             pairs = [x for step, x in self._noise[chosen].get(layer, {}).items() if self._range(int(step)) == where]
@@ -132,8 +142,8 @@ class SkipChoices:
             shares.append(noise / signal if signal > 0 else 0.0)
         return math.sqrt(max(0.0, shares[0] - shares[1]))
 
-    def plan(self, bar: float) -> Plan:
-        """Of each layer and range, the largest limit that adds at most this error."""
+    def choose(self, bar: float) -> LayerLimits:
+        """Return for each layer and range the largest limit that adds at most the error `bar`."""
         return {
             layer: tuple(
                 next((limit for limit in self.limits if self._errors[layer, where, limit] <= bar), 0.0)
@@ -142,22 +152,25 @@ class SkipChoices:
             for layer in self.layers
         }
 
-    def options(self, plan: Plan) -> SageAttnProcessor:
-        """The base's options with a plan's limits: the most frequent one is that of all layers without their own."""
-        whole = {layer: limits[0] if len(set(limits)) == 1 else limits for layer, limits in plan.items()}
+    def options(self, chosen: LayerLimits) -> SageAttnProcessor:
+        """Return the base options with chosen limits.
+
+        The most frequent limit becomes `skip.limit`, the others become rules in `layers`.
+        """
+        whole = {layer: limits[0] if len(set(limits)) == 1 else limits for layer, limits in chosen.items()}
         single = [limit for limit in whole.values() if isinstance(limit, float) and limit]
-        usual = max(sorted(set(single)), key=single.count) if single else max(max(x) for x in plan.values())
+        usual = max(sorted(set(single)), key=single.count) if single else max(max(x) for x in chosen.values())
         own = [LayerRule(glob.escape(layer), skip_limit=x) for layer, x in whole.items() if x != usual]
         needs_borders = self._skip.noise or any(isinstance(rule.skip_limit, tuple) for rule in own)
         found = skipping(self._base, self._user, usual)
         skip = dataclasses.replace(self._skip, limit=usual, noise=self.borders if needs_borders else ())
         return dataclasses.replace(found, skip=skip, layers=(*found.layers, *own))
 
-    def ladder(self) -> list[SageAttnProcessor]:
-        """Options that add a smaller and smaller error to the worst layer; the last ones leave out next to nothing."""
+    def candidates(self) -> list[SageAttnProcessor]:
+        """Return options by falling error added to the worst layer. The last ones skip almost nothing."""
         errors = sorted({error for error in self._errors.values() if error > 0}, reverse=True)
         bars = [math.inf, *(math.nextafter(error, 0.0) for error in errors)]
-        if len(bars) > MAX_RUNGS:
-            bars = [bars[i * (len(bars) - 1) // (MAX_RUNGS - 1)] for i in range(MAX_RUNGS)]
-        plans = [plan for plan in map(self.plan, bars) if any(any(limits) for limits in plan.values())]
-        return list(dict.fromkeys(map(self.options, plans)))
+        if len(bars) > MAX_CANDIDATES:
+            bars = [bars[i * (len(bars) - 1) // (MAX_CANDIDATES - 1)] for i in range(MAX_CANDIDATES)]
+        all_chosen = [chosen for chosen in map(self.choose, bars) if any(any(limits) for limits in chosen.values())]
+        return list(dict.fromkeys(map(self.options, all_chosen)))

@@ -1,4 +1,4 @@
-"""Pictures drawn under options, once each; what came of them is remembered, also in a file."""
+"""Draw pictures under candidate options, once each, and keep the outcomes, also in a file."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import dataclasses
 import hashlib
 import json
 import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -20,7 +22,7 @@ from ..version import __version__
 from . import layer_choices, policy_files, skip_choices
 from .candidates import label
 from .cost import CostTable
-from .layer_choices import Choice, Demotion
+from .layer_choices import Choice, LayerChoices
 from .linear_choices import LinearChoices
 
 
@@ -30,13 +32,38 @@ MAX_STATE_BYTES = 16 * 2**20
 _REMEDY = "delete it, or pass another state_path"
 
 
-class Trials:
-    """Draws pictures under options, once each, and remembers the outcome, also in a file.
+@contextmanager
+def progress_bar(enabled: bool) -> Iterator[Callable]:
+    """Show one progress bar (rich) for work in several stages.
 
-    Args:
-        held_out: prompts of fresh seeds, taken in turns; none: those of the search.
-        arguments: more for the pipeline's call.
-        skips: whether options with `skip` are among what is tried.
+    Yields: show(label, steps), which starts a stage and returns on_step, to be called after each of its steps. If the
+        bar is not enabled, it returns None.
+    Raises: ImportError without rich.
+    """
+    if not enabled:
+        yield lambda label, steps: None
+        return
+    try:
+        from rich.progress import Progress
+    except ImportError as error:
+        raise ImportError("the progress bar needs rich: pip install sage-processors, or progress=False") from error
+    with Progress() as bar:
+        task = bar.add_task("stock attention", total=None)
+
+        def show(label, steps):
+            bar.reset(task, description=label, total=steps)
+            return lambda: bar.advance(task)
+
+        yield show
+
+
+class Trials:
+    """Outcomes of pictures drawn under candidate options, kept in memory and in a state file.
+
+    Args: as for `calibrate`, and
+        kind: "counted" or "measured" costs. path: of the state file; None: none. show: of a progress bar.
+        skips: True if options that skip tiles will be tried.
+    Raises: ValueError if no attention call runs in INT8, or the state file is damaged or of another calibration.
     """
 
     def __init__(
@@ -52,12 +79,12 @@ class Trials:
         if earlier is not None:
             earlier.remove()
         probing = SageAttnProcessor(scaling="dynamic", min_tokens=config.min_tokens)
-        with apply(pipe, probing) as handle:  # who is there, in which shapes, at which noise levels
+        with apply(pipe, probing) as handle:  # finds the layers, their shapes and the noise levels
             on_step = show("shapes and noise levels", steps)
             self._generate(prompts[:batch], seeds[:batch], on_step)
             self.models, self.costs = policy_files.describe_models(handle), CostTable(handle, kind)
             scheduler = getattr(pipe, "scheduler", None)
-            # rounded: a GPU's last digit must not decide on which side of a border a step lies
+            # rounded, so that a GPU's last digit does not decide on which side of a border a step lies
             self.levels = [round(u, 6) for u in noise_levels(scheduler).tolist()] if can_track(scheduler) else []
         if not self.costs.shapes:
             raise ValueError("pipe: got no attention call that runs in INT8, expected some; see handle.report()")
@@ -73,20 +100,20 @@ class Trials:
         self._path = None if path is None else Path(path)
         self._fingerprint = self._identity()
         self._outcomes = self._resume()
-        self._skipped: dict[str, dict] = {}  # by options: what lists left out, of the last set of seeds
+        self._skipped: dict[str, dict] = {}  # by options: the shares of tiles left out, of the last set of seeds
         self.curve: dict[str, dict] = {}
 
     def _generate(self, prompts, seeds, on_step) -> torch.Tensor:
         return quality.generate(self._pipe, prompts, seeds, steps=self.steps, on_step=on_step, **self._arguments)
 
     def _prompts_of(self, look: int) -> list[str]:
-        """One for each seed."""
+        """Return a prompt for each seed."""
         prompts = self._held_out if look and self._held_out else self._prompts
         return [prompts[i % len(prompts)] for i in range(len(self._seeds))]
 
     def _identity(self) -> str:
         models = [x for x in self._pipe.components.values() if isinstance(x, torch.nn.Module)]
-        # sums tell fine-tuned weights apart without reading them to the host
+        # sums tell fine-tuned weights apart without copying the weights to the host
         weights = [float(p.detach().sum(dtype=torch.float64)) for m in models for p in m.parameters()]
         scheduler = self._pipe.scheduler
         facts = [
@@ -116,12 +143,16 @@ class Trials:
         return outcomes
 
     def measure(self, config, *, look: int = 0, probe: bool = False) -> dict:
-        """Outcome of drawing under `config`; look 0: the search's seeds, above: fresh ones.
+        """Return the outcome of drawing under `config`.
 
-        Keys: psnr_db, psnr_db_low, psnr_db_worst, int8_share, noise ({layer: {step as str: [signal, noise]}}, sums of
-        squares, with `probe`), linear_share (where linear layers are searched), errors ({layer: relative L2}), cost;
-        skipped ({layer: `skip_choices.shares_of`}) and lost_max, largest share of a row's probability that a list was
-        found to leave out; where skipping is tried skipped_fraction, of all layers' pairs of tiles by their time.
+        Args:
+            look: 0 for the search's seeds, n for the n-th set of fresh seeds. probe: measure attention's errors too.
+        Returns: a dict of
+            psnr_db, psnr_db_low, psnr_db_worst, int8_share, cost.
+            noise: {layer: {step as str: [signal, noise]}}, sums of squares; empty without `probe`.
+            errors: {layer: relative L2}, made from noise.
+            skipped: `skip_choices.shares_of`. lost_max: the largest share of a row's probability found left out.
+            linear_share, if linear layers are searched. skipped_fraction, if skipping is.
         """
         key, probed = (json.dumps([dataclasses.asdict(config), look, x], sort_keys=True) for x in (probe, True))
         key = probed if probed in self._outcomes else key  # the same pictures
@@ -184,7 +215,7 @@ class Trials:
         }
 
     def cost(self, config) -> float:
-        """Attention time over that of 16 bit; with linear layers that are searched, of both together."""
+        """Return attention time over that of 16 bit; if linear layers are searched, of both together."""
         run, skipped = len(self.levels) or self.steps, self._skipped.get(options_key(config), {})
         if self.linears is None:
             return self.costs.relative(config, run, self.levels, skipped)
@@ -193,17 +224,17 @@ class Trials:
         return (attention + run * linear) / (exact_attention + run * exact_linear)
 
     def preference(self, config) -> tuple:
-        """Sorts what was measured: cheapest first, of equally dear ones the better first."""
+        """Return a sort key for measured options: the cheapest first, among equally dear ones the best."""
         key = options_key(config)
         return round(self.cost(config), 3), -self.curve[key]["psnr_db"], key
 
-    def demotion(self, base, configs) -> Demotion:
-        """From the probes under `configs`, which are options for all layers."""
+    def layer_choices(self, base, configs) -> LayerChoices:
+        """Return LayerChoices from probes under `configs`, each of which is one choice for all layers."""
         noise = {Choice.of(config): self.measure(config, probe=True)["noise"] for config in configs}
-        return Demotion(base, noise, layer_choices.seconds_of(self.costs), self.levels)
+        return LayerChoices(base, noise, layer_choices.seconds_of(self.costs), self.levels)
 
     def skip_choices(self, base, limits) -> skip_choices.SkipChoices:
-        """From the probes under `base`, options without lists, and with each of the limits."""
+        """Return SkipChoices from probes under `base`, which skips nothing, and with each of the limits."""
         configs = {0.0: base} | {limit: skip_choices.skipping(base, self.config, limit) for limit in limits}
         noise = {limit: self.measure(config, probe=True)["noise"] for limit, config in configs.items()}
         return skip_choices.SkipChoices(base, self.config, noise, self.levels)

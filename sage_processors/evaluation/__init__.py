@@ -1,4 +1,4 @@
-"""How far pictures, clips, text and attention's own output are from stock: metrics, inputs made hard, tables, figures.
+"""Compare pictures, clips, text and attention output with stock: metrics, hard inputs, reports.
 
-May import diffusion, language and what those may; nothing of calibration.
+May import diffusion, language and what those may import, but nothing of calibration.
 """

@@ -1,6 +1,6 @@
-"""Figures that anyone can read: colours that colour-blind eyes tell apart, units on the axes, always the same file.
+"""Reproducible matplotlib figures, in colours for colour-blind readers and with units on the axes.
 
-matplotlib is imported on first use, without pyplot: no window, no state shared with the caller's own figures.
+matplotlib is imported on first use. pyplot is not used: no window opens, and the caller's own figures are not changed.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from ..files.whole_file import write_whole
 from .metrics import Interval, missing_package
 
 
-# Okabe and Ito 2008, neighbours of different brightness; grey for their yellow, which thin lines lose on white
+# Okabe and Ito 2008, neighbours of different brightness; grey in place of their yellow, hard to see on white
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000", "#8C8C8C")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 DPI = 100
-PNG_COLORS = 96  # a figure has few: a third of the size
+PNG_COLORS = 96  # a palette makes the file a third of the size
 _STYLE = {
     "font.size": 10,
     "axes.grid": True,
@@ -33,9 +33,9 @@ _STYLE = {
 
 
 def figure(rows: int = 1, columns: int = 1, *, width: float = 8.0, height: float = 4.0, **options):
-    """(matplotlib Figure, array [rows, columns] of its Axes). width, height: inches; options: of Figure.subplots.
+    """Return a matplotlib Figure and the array [rows, columns] of its Axes.
 
-    Raises: ImportError without matplotlib.
+    width, height: inches. options: of Figure.subplots. Raises: ImportError without matplotlib.
     """
     with _style():
         from matplotlib.figure import Figure
@@ -45,8 +45,9 @@ def figure(rows: int = 1, columns: int = 1, *, width: float = 8.0, height: float
 
 
 def save(made, path: str | Path) -> Path:
-    """Write a figure as PNG or SVG, by the path's suffix; no date or version inside. Returns the path.
+    """Write a figure as PNG or SVG, by the path's suffix, and return the path.
 
+    The file holds no date or version, so equal figures are equal files.
     Raises: ValueError for another suffix or a missing folder.
     """
     path = Path(path)
@@ -68,12 +69,12 @@ def save(made, path: str | Path) -> Path:
 
 
 def style_of(index: int) -> dict:
-    """Colour and marker of the index-th line of a figure: no two of the first 64 share both."""
+    """Return colour and marker of a figure's index-th line. The first 64 lines all differ."""
     return {"color": COLORS[index % len(COLORS)], "marker": MARKERS[(index + index // len(COLORS)) % len(MARKERS)]}
 
 
 def bars(axes, labels: Sequence[str], values: Sequence[Interval | float], *, unit: str, digits: int = 1) -> None:
-    """Horizontal bars, first label on top, with an error bar for every Interval and the number beside it.
+    """Draw horizontal bars with their numbers, the first label on top, and error bars for Intervals.
 
     Args: axes: matplotlib Axes. values: as many as labels, at least one. unit: label of the axis.
     Raises: ValueError for unequal or no values.

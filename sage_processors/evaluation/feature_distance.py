@@ -1,9 +1,9 @@
 """Fréchet distance between two sets of pictures, on the features of a classifier.
 
-`feature_fd` needs no download: its classifier is small, trained by examples/train_tiny_classifier.py on the pictures
-the embedded pipelines were trained on, and comes with sage-processors-demo. Its numbers are feature-FD, never FID:
-they compare with each other alone. `fid` is the FID of the literature, for users who have Inception's weights in a
-file.
+`feature_fd` needs no download. Its small classifier comes with sage-processors-demo, and was trained by
+examples/train_tiny_classifier.py on the same pictures as the embedded pipelines. Its numbers are called feature-FD,
+not FID, and can be compared only with each other. `fid` is the FID of the literature, for users with Inception's
+weights.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ from .metrics import Interval, check_images, missing_package
 
 
 CLASSIFIER = "tiny_classifier"
-LABELS = {"shape": 8, "color": 9, "ground_color": 9, "pattern": 4, "size": 3}  # what it tells apart -> classes
-CLASSIFIER_PIXELS = 64  # side of the pictures it looks at; others are resized
+LABELS = {"shape": 8, "color": 9, "ground_color": 9, "pattern": 4, "size": 3}  # property of a picture -> classes
+CLASSIFIER_PIXELS = 64  # side of its input; other pictures are resized
 FEATURES = 32  # length of its feature vector
 INCEPTION_FEATURES = 2048
 GROUPS = 16  # of the jackknife
 
 
 class TinyClassifier(nn.Module):
-    """Five answers about a picture of one shape, from one feature vector of 32 numbers.
+    """Classifier of five properties of a picture, from one vector of 32 features.
 
-    forward takes [N, 3, H, W] in [0, 1] and returns features [N, 32]; `answers` gives the logits per label.
+    The pictures show one shape on a ground. `forward` takes [N, 3, H, W] in [0, 1] and returns features [N, 32].
+    `answers` returns the logits of each property.
     """
 
     num_features = FEATURES
@@ -54,16 +55,19 @@ class TinyClassifier(nn.Module):
         if images.shape[-2:] != size:
             images = F.interpolate(images, size, mode="bilinear", align_corners=False, antialias=True)
         x = self.blocks(images * 2 - 1)
-        # the mean says how much of something there is, the maximum that it is there
+        # the mean tells how much of something there is, the maximum whether it is there at all
         return self.features(torch.cat([x.mean((2, 3)), x.amax((2, 3))], 1))
 
     def answers(self, features: torch.Tensor) -> dict[str, torch.Tensor]:
-        """{label: logits [N, classes]} of features [N, 32]."""
+        """Return {label: logits [N, classes]} for features [N, 32]."""
         return {label: head(F.silu(features)) for label, head in self.heads.items()}
 
 
 def load_classifier(device: torch.device | str = "cpu") -> TinyClassifier:
-    """The embedded classifier in fp32, eval mode. Raises: ImportError without safetensors or the classifier."""
+    """Load the embedded classifier in fp32 and eval mode.
+
+    Raises: ImportError if safetensors or the classifier is not installed.
+    """
     try:
         from safetensors.torch import load_file
     except ImportError as error:
@@ -74,19 +78,19 @@ def load_classifier(device: torch.device | str = "cpu") -> TinyClassifier:
 
 
 def classifier_metrics() -> dict:
-    """How the embedded classifier was trained, and its share of right answers on drawn pictures it never saw."""
+    """Return how the embedded classifier was trained, and its accuracy on held-out pictures."""
     found = pipelines.installed_folder(CLASSIFIER) / "metrics.json"
     return json.loads(found.read_text(encoding="utf-8"))
 
 
 @torch.no_grad()
 def features(images: torch.Tensor, model: nn.Module | None = None, *, batch: int = 64) -> torch.Tensor:
-    """Feature vectors of pictures.
+    """Return feature vectors of pictures.
 
     Args:
         images: [N, 3, H, W] floating point in [0, 1], N >= 1.
-        model: takes fp32 [n, 3, H, W] in [0, 1] and returns [n, D]; default: the embedded classifier. It runs where
-            its parameters are.
+        model: takes fp32 [n, 3, H, W] in [0, 1] and returns [n, D]; None: the embedded classifier. It runs on the
+            device of its parameters.
         batch: pictures per call of the model, >= 1.
     Returns: [N, D] float64 on the CPU.
     Raises: TypeError, ValueError (shape, range, NaN, batch, or a model with NaN or a wrong shape in its output).
@@ -109,16 +113,16 @@ def features(images: torch.Tensor, model: nn.Module | None = None, *, batch: int
 
 
 def frechet_distance(first: torch.Tensor, second: torch.Tensor) -> float:
-    """Squared Fréchet distance between the normal distributions with the means and covariances of two feature sets.
+    """Return the squared Fréchet distance between normal distributions fitted to two feature sets.
 
-    |m1 - m2|² + tr C1 + tr C2 - 2 tr (C1^½ C2 C1^½)^½, in fp64. The last trace is the sum of the singular values of
-    A1ᵀ·A2 for any A with A·Aᵀ = C. With the triangular factor of the centred features as A, no covariance is formed
-    and no root is taken of an eigenvalue that is zero up to rounding: equal sets are 0 to about 1e-15 of their
-    variance.
+    |m1 - m2|² + tr C1 + tr C2 - 2 tr (C1^½ C2 C1^½)^½, in fp64, with the means m and covariances C. The last trace is
+    the sum of the singular values of A1ᵀ·A2 for any A with A·Aᵀ = C. A is the triangular factor of the centred
+    features: so no covariance is formed, and no root is taken of an eigenvalue that is only rounding. The distance of
+    equal sets is 0 up to about 1e-15 of their variance.
 
     Args:
-        first [N1, D], second [N2, D]: finite floating point; more vectors than D each, else a covariance has no full
-            rank and the distance says nothing about the directions it lacks.
+        first [N1, D], second [N2, D]: finite floating point, each with more vectors than D. With fewer, a covariance
+            lacks full rank, and the distance says nothing about some directions.
     Returns: float >= 0, in squared units of the features.
     Raises: TypeError, ValueError.
     """
@@ -138,7 +142,7 @@ def frechet_distance(first: torch.Tensor, second: torch.Tensor) -> float:
 
 
 def check_features(x: torch.Tensor, name: str) -> torch.Tensor:
-    """`x` in fp64 on the CPU. Raises: TypeError, ValueError unless it is finite [N, D] with N > D."""
+    """Return `x` in fp64 on the CPU. Raises: TypeError, ValueError unless it is finite [N, D] with N > D."""
     if not isinstance(x, torch.Tensor) or not x.is_floating_point():
         kind = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
         raise TypeError(f"{name}: got {kind}, expected a floating point tensor [N, D]")
@@ -156,14 +160,14 @@ def check_features(x: torch.Tensor, name: str) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class FeatureDistance:
-    """A Fréchet distance and how sure it is.
+    """A Fréchet distance with its standard error.
 
     Attributes:
-        name: "feature-FD" or "FID". value: squared feature units. standard_error: of value, by the grouped jackknife;
-            nan where too few pictures were given to leave a group out.
-        excess: value minus that of `baseline` pictures against the same reference, paired group by group, with its own
-            standard error; None without a baseline.
-        images, reference_images: pictures compared. features: length of the feature vectors.
+        name: "feature-FD" or "FID". value: in squared units of the features.
+        standard_error: of value, by the grouped jackknife; nan if there are too few pictures to leave a group out.
+        excess: value minus the value of the `baseline` pictures, with an interval from differences paired by group;
+            None without a baseline.
+        images, reference_images: numbers of pictures. features: length of the feature vectors.
     """
 
     name: str
@@ -186,16 +190,17 @@ def distance_of_features(
     name: str = "feature-FD",
     together: int = 1,
 ) -> FeatureDistance:
-    """`frechet_distance` with a standard error.
+    """Return the Fréchet distance of features with a standard error.
 
     Args:
-        found [N, D], reference [M, D]: features. baseline [N, D]: features of other pictures of the same seeds, row by
-            row: the difference to them is far better known than either distance.
-        name: what the number is called.
-        together: rows in sequence that depend on each other, as the frames of a clip do: the jackknife leaves all of
-            them out or none, else the standard error would be too small. At least 1, a divisor of N.
+        found [N, D], reference [M, D]: features.
+        baseline [N, D]: features of other pictures of the same seeds, row by row. The difference to them is known far
+            better than either distance.
+        name: name of the result.
+        together: number of consecutive rows that depend on each other, as the frames of a clip do. The jackknife
+            leaves out all of them or none; otherwise the standard error would be too small. At least 1, divides N.
     Returns: FeatureDistance.
-    Raises: as `frechet_distance`, and ValueError for a baseline of another shape or rows that can't be told apart so.
+    Raises: as `frechet_distance`, and ValueError for a baseline of another shape or a `together` that doesn't fit.
     """
     value = frechet_distance(found, reference)
     if baseline is not None and baseline.shape != found.shape:
@@ -225,7 +230,7 @@ def _leave_out(units: int, together: int = 1) -> list[torch.Tensor]:
 
 
 def _jackknife_error(values: torch.Tensor) -> float:
-    """Standard error from the values with one group left out each; nan without values."""
+    """Return the jackknife's standard error from values with one group left out each; nan without values."""
     if values.numel() == 0:
         return float("nan")
     n = values.numel()
@@ -240,12 +245,15 @@ def feature_fd(
     model: nn.Module | None = None,
     batch: int = 64,
 ) -> FeatureDistance:
-    """feature-FD: Fréchet distance on the features of the embedded classifier. Not FID, and not comparable with it.
+    """Return the Fréchet distance of pictures on the embedded classifier's features.
+
+    It is not FID and can't be compared with FID.
 
     Args:
-        images [N, 3, H, W], reference [M, 3, H, W]: floating point in [0, 1]; N and M above 32 (the features).
-        baseline: [N, 3, H, W], pictures of the same prompts and seeds drawn another way: adds `excess`, what
-            `images` has more than they.
+        images [N, 3, H, W], reference [M, 3, H, W]: floating point in [0, 1]; N and M above 32, the number of
+        features.
+        baseline: [N, 3, H, W], pictures of the same prompts and seeds drawn another way. With it, the result has
+            `excess`, the distance of `images` minus that of the baseline.
         model, batch: as for `features`.
     Returns: FeatureDistance named "feature-FD". Raises: TypeError, ValueError, ImportError without safetensors.
     """
@@ -256,11 +264,11 @@ def feature_fd(
 
 
 def fid(images: torch.Tensor, reference: torch.Tensor, *, weights: str | Path, batch: int = 64) -> FeatureDistance:
-    """FID as in the literature: Inception v3's 2048 features, from a weights file that the user has.
+    """Return the FID of the literature, on Inception v3's 2048 features from a local weights file.
 
     Args:
         images, reference: as for `feature_fd`, more than 2048 pictures each; they are rounded to 8 bits.
-        weights: torch-fidelity's file pt_inception-2015-12-05-6726825d.pth. Nothing is ever downloaded.
+        weights: path of torch-fidelity's file pt_inception-2015-12-05-6726825d.pth. Nothing is ever downloaded.
         batch: pictures per call of Inception.
     Returns: FeatureDistance named "FID".
     Raises: ImportError without torchmetrics or torch-fidelity, ValueError without the file or for too few pictures.
@@ -292,7 +300,7 @@ def fid(images: torch.Tensor, reference: torch.Tensor, *, weights: str | Path, b
 
 
 class _EightBits(nn.Module):
-    """Inception as it was made to be called: with pixels of 0 to 255."""
+    """Inception with input in [0, 1], which it gets as the 8-bit pixels it expects."""
 
     def __init__(self, inception: nn.Module):
         super().__init__()

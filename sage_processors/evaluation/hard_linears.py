@@ -1,4 +1,4 @@
-"""Channel outliers in front of linear layers that exact layers do not notice, and 8-bit ones do."""
+"""Plant channel outliers in front of linear layers, which only 8-bit layers notice."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import nn
 
 FACTORS = (8.0, 64.0, 512.0)
 _QKV, _ADDED = ("attn.to_q", "attn.to_k", "attn.to_v"), ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj")
-_NORMS = ("LayerNorm", "FP32LayerNorm", "LlamaRMSNorm")  # that multiply by their weight as it is
-# (norm of a block with a gain of its own, all layers that read it)
+_NORMS = ("LayerNorm", "FP32LayerNorm", "LlamaRMSNorm")  # norms that multiply by their weight, not by 1 + weight
+# {class of a block: ((norm with a gain of its own, all layers that read it), ...)}
 _AFFINE = {
     "BasicTransformerBlock": (
         ("norm1", ("attn1.to_q", "attn1.to_k", "attn1.to_v")),
@@ -26,7 +26,8 @@ _AFFINE = {
         ("post_attention_layernorm", ("mlp.gate_proj", "mlp.up_proj")),
     ),
 }
-# (norm of a block whose `linear` makes shift and scale, which parts of its output these are, all layers that read it)
+# {class of a modulated norm, whose `linear` makes shift and scale: ((its name in the block, place of the shift among
+# the chunks of that output, the scale being the next, all layers that read it), ...)}
 _MODULATED = {
     "AdaLayerNormZero": (
         ("norm1", 0, _QKV),
@@ -39,12 +40,12 @@ _MODULATED = {
 
 
 class Site(NamedTuple):
-    """An activation [..., K] = norm(x) · gain + shift that linear layers read.
+    """An activation [..., K] = norm(x) · gain + shift, read by linear layers.
 
     Attributes:
         norm: name of the norm. readers: names of the linear layers.
-        scaled: (parameter, first row): K rows of it that are multiplied to multiply gain and shift.
-        one_less: the same of parameters to which the model adds one.
+        scaled: (parameter, first row): its K rows that make gain or shift.
+        one_less: the same for parameters to which the model adds one to make the gain.
     """
 
     norm: str
@@ -54,7 +55,7 @@ class Site(NamedTuple):
 
 
 def sites(model: nn.Module) -> list[Site]:
-    """Where channels can be planted: norms of which all readers are known linear layers."""
+    """Return the activations where outliers can be planted: all their readers are known linear layers."""
     found = []
     for name, block in model.named_modules():
         children = dict(block.named_modules())
@@ -93,7 +94,7 @@ def _affine(norm: Any) -> tuple[Any, Any] | None:
 
 def _modulation(norm: Any, first: int) -> tuple[Any, Any] | None:
     linear = norm.linear
-    if linear.bias is None:  # 1 + scale has no other place for the one
+    if linear.bias is None:  # multiplying 1 + scale needs a bias, which takes a - 1
         return None
     width = linear.out_features // (3 if type(norm).__name__.endswith("Single") else 6)
     shift, scale = first * width, (first + 1) * width
@@ -104,20 +105,20 @@ def _modulation(norm: Any, first: int) -> tuple[Any, Any] | None:
 def inject_channel_outliers(
     model: nn.Module, factors: Sequence[float] = FACTORS, *, seed: int = 0
 ) -> Iterator[list[str]]:
-    """Plant outliers in channels between norms and the linear layers behind them, which undo them: same function.
+    """Plant outliers in channels between norms and linear layers, without changing the model's function.
 
-    A channel for each factor, drawn anew for each norm, is multiplied by it in the norm's gain and shift, or in the
-    modulation's 1 + scale and shift, and divided by it in the columns of all layers that read it. Factors are powers
-    of two: behind a norm's own gain fp32 and bf16 pictures stay bit identical; behind a modulation 1 + scale is
-    rounded anew.
+    For each norm and each factor, one channel is drawn. It is multiplied by the factor in the norm's gain and shift,
+    or in the modulation's 1 + scale and shift, and divided by it in the columns of all layers that read it. Factors
+    are powers of two. With a norm's own gain, fp32 and bf16 pictures stay bit identical; with a modulation they change
+    slightly, as 1 + scale is rounded again.
 
     Args:
-        model: a denoiser or language model of which `sites` knows some norms, not swapped and not in use by another
-            thread; weights are changed in place.
+        model: a stock denoiser or language model with norms that `sites` knows, not in use by another thread. Its
+            weights are changed in place.
         factors: powers of two >= 1, no unit; at most as many as the norm has channels.
         seed: of the channels that are drawn.
     Yields: names of the norms. Weights are restored bit for bit on leaving.
-    Raises: ValueError (factors, or no norm that is known).
+    Raises: ValueError (factors, or no known norm).
     """
     if not factors or not all(math.isfinite(a) and a >= 1 and math.frexp(a)[0] == 0.5 for a in factors):
         raise ValueError(f"factors: got {tuple(factors)}, expected powers of two >= 1, so that multiplying is exact")

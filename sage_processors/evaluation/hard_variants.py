@@ -1,4 +1,4 @@
-"""Ways to make INT8 attention harder that leave exact attention as it is: outliers planted in Q and K, biased keys."""
+"""Make INT8 attention harder without changing the model's function: outliers in Q and K, biased keys."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import torch
 
 @contextmanager
 def inject_outliers(model: torch.nn.Module, a: float = 64.0, pairs: int = 2) -> Iterator[list[str]]:
-    """Plant channel outliers in Q that K undoes, in every attention of a model: the function stays, INT8 gets harder.
+    """Plant channel outliers in Q and their inverse in K, in every attention module of a model.
 
-    `pairs` channel pairs (2j, 2j+1) of every head, evenly spread, are multiplied by `a` in Q and divided by `a` in K:
-    on the affine weight after the Q and K norms where there is one, else on the rows of the projections. A pair shares
-    its factor, so interleaved rotary embeddings commute. a is a power of two: stock pictures in fp32 and bf16 stay bit
-    identical (in fp16 only down to its subnormals).
+    Q·Kᵀ stays the same, but INT8 gets harder. `pairs` channel pairs (2j, 2j+1) of every head, evenly spread, are
+    multiplied by `a` in Q and divided by `a` in K. This changes the weight of the Q and K norms if there are any, else
+    rows of the projections. A pair shares its factor, so it commutes with interleaved rotary embeddings. `a` is a
+    power of two: stock pictures in fp32 and bf16 stay bit identical (in fp16 down to its subnormals).
 
     Args:
         model: a denoiser (UNet or transformer), not in use by another thread; weights are changed in place.
-        a: power of two >= 1, no unit. pairs: >= 1, at most half the head dim.
+        a: power of two >= 1, no unit. pairs: >= 1, at most half the head_dim.
     Yields: names of the changed attention modules. Weights are restored bit for bit on leaving.
     Raises: ValueError (a, pairs, or no attention to change).
     """
@@ -55,11 +55,12 @@ def inject_outliers(model: torch.nn.Module, a: float = 64.0, pairs: int = 2) -> 
 
 @contextmanager
 def bias_keys(factor: float = 30.0) -> Iterator[dict]:
-    """Add one vector per head to every key of every INT8 call, behind RoPE. Softmax stays as it is, INT8 gets harder.
+    """Add one vector per head to every key of every INT8 call, after the rotary embedding.
 
-    The constant of channel d is a fraction from -factor to factor (evenly spaced over the channels) of that channel's
-    standard deviation over the tokens of the layer's first call, and stays the same in later calls. Exact calls are
-    not touched. For fp32 models: in 16 bit, adding a large constant rounds K itself.
+    Softmax stays the same, but INT8 gets harder. The constant of a channel is a multiple, from -factor to factor
+    evenly over the channels, of the channel's standard deviation over the tokens of the layer's first call. It stays
+    the same in later calls. Calls that run in 16 bit are not changed. For fp32 models: in 16 bit, adding a large
+    constant rounds K itself.
 
     Args: factor: largest constant in standard deviations, finite and >= 0.
     Yields: {(layer, n-th attention call in it): constants fp32 [H_kv, D]}, filled as layers run. All handles of this
@@ -88,13 +89,16 @@ def bias_keys(factor: float = 30.0) -> Iterator[dict]:
 
 
 def _outlier_channels(channels: int, head_dim: int, pairs: int) -> list[int]:
-    """Both channels of `pairs` evenly spread pairs, in each head of a vector of heads."""
+    """Return both channels of `pairs` evenly spread pairs in each head. channels: of all heads."""
     first = [2 * (i * (head_dim // 2) // pairs) for i in range(pairs)]
     return [head + c + i for head in range(0, channels, head_dim) for c in first for i in (0, 1)]
 
 
 def _scalable(module) -> Iterator[tuple[torch.nn.Parameter, int, bool]]:
-    """(parameter whose first dimension is heads x channels, head dim, belongs to Q) of one attention module."""
+    """Yield (parameter, head_dim, belongs to Q) for the parameters of an attention module to scale.
+
+    A parameter's first dimension is heads · head_dim.
+    """
     to_q, to_k, heads = (getattr(module, name, None) for name in ("to_q", "to_k", "heads"))
     if not (isinstance(to_q, torch.nn.Linear) and isinstance(to_k, torch.nn.Linear) and isinstance(heads, int)):
         return
@@ -108,7 +112,7 @@ def _scalable(module) -> Iterator[tuple[torch.nn.Parameter, int, bool]]:
     ):
         norm, layer = getattr(module, norm_name, None), getattr(module, layer_name, None)
         if norm is not None and getattr(norm, "weight", None) is None:
-            return  # a norm without weight would undo a factor put before it
+            return  # a norm without weight would undo a factor in the projection before it
         targets.append((layer if norm is None else norm, is_query))
     for target, is_query in targets:
         for parameter in (getattr(target, "weight", None), getattr(target, "bias", None)):

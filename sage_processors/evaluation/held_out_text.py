@@ -1,4 +1,4 @@
-"""Language models to measure, the embedded one among them, and text that it was not trained on."""
+"""Load language models to measure, and held-out text for the embedded one."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from .. import pipelines
 
 EMBEDDED_NAME = "tiny_lm"
 EMBEDDED = pipelines.folder(EMBEDDED_NAME)
-KINDS = ("topics", "docs", "code", "dialogues")  # of the text that comes with the model and was not trained on
+KINDS = ("topics", "docs", "code", "dialogues")  # of the held-out text that comes with the embedded model
 
 
 def load(model: str | Path = EMBEDDED_NAME, *, device: str | torch.device = "cpu", dtype: torch.dtype | None = None):
-    """(model, tokenizer) of a causal language model, in evaluation mode.
+    """Load a causal language model in evaluation mode, and its tokenizer.
 
     Args:
         model: "tiny_lm", the embedded one; or a folder or a name on the Hub, for AutoModelForCausalLM. Its weights
             must be safetensors: a .bin is a pickle, which can run code.
-        device: where the model goes. dtype: of its weights; None: fp32 on the CPU, bf16 elsewhere.
-    Raises: ImportError without transformers, or where the embedded model is not installed; OSError or ValueError where
-        there is no such model.
+        device: of the model. dtype: of its weights; None: fp32 on the CPU, bf16 elsewhere.
+    Returns: (model, tokenizer).
+    Raises: ImportError if transformers or the embedded model is not installed; OSError or ValueError if there is no
+        such model.
     """
     try:
         from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -41,19 +42,20 @@ def load(model: str | Path = EMBEDDED_NAME, *, device: str | torch.device = "cpu
 
 
 def locate(model: str | Path) -> str | Path:
-    """What from_pretrained takes: the folder of the embedded model for its name, anything else as it is.
+    """Return the embedded model's folder for its name, and any other name or folder unchanged.
 
-    Raises: ImportError, naming the pip command, where the embedded model is asked for and not installed.
+    Raises: ImportError, naming the pip command, if the embedded model is not installed.
     """
     return pipelines.installed_folder(EMBEDDED_NAME) if model == EMBEDDED_NAME else model
 
 
 def chat_ids(tokenizer, said: str | list[dict]) -> torch.Tensor:
-    """Token ids, int64 [1, S], that ask for the next answer, by the tokenizer's chat template.
+    """Return the token ids of a prompt for the next answer, made by the tokenizer's chat template.
 
     Args:
-        tokenizer: of a language model; without a chat template the bare texts follow each other line by line.
+        tokenizer: of a language model. Without a chat template, the prompt is the texts, a line each.
         said: a question, or a conversation of {"role": "user" or "assistant", "content": text}.
+    Returns: int64 [1, S].
     """
     messages = [{"role": "user", "content": said}] if isinstance(said, str) else said
     if tokenizer.chat_template is None:
@@ -72,20 +74,20 @@ def heldout_windows(
     chat: bool = False,
     folder: str | Path | None = None,
 ) -> torch.Tensor:
-    """Windows that do not overlap, of text that the embedded model was not trained on.
+    """Return non-overlapping windows of text that the embedded model was not trained on.
 
     Args:
-        tokenizer: of any language model. What it puts in front of a text (<bos>) is in front of every window, and
-            where a document ends in a window stands its end-of-text token.
+        tokenizer: of any language model. If it puts a token in front of a text (<bos>), every window begins with it.
+            Documents end with its end-of-text token.
         length: tokens per window, >= 2.
-        count: this many, evenly spread over the text; None: all.
-        kinds: of KINDS; "topics", "docs" and "code" are Python's (PSF licence), "dialogues" are made up.
-        chat: dialogues are in the tokenizer's own chat template. Without, what was said is plain text, a line each;
-            the embedded model's dialogues are always in its own markup, which it was trained on.
-        folder: where heldout.json is; None: with the embedded model.
+        count: number of windows, evenly spread over the text; None: all.
+        kinds: of KINDS. "topics", "docs" and "code" are Python's (PSF licence), "dialogues" are made up.
+        chat: write dialogues in the tokenizer's own chat template. If False, they are plain text, a line for each
+            message. For the embedded model they are always in its own markup, which it was trained on.
+        folder: of heldout.json; None: the embedded model's.
     Returns: int64 [count, length].
-    Raises: ValueError for an unknown kind, a tokenizer without a chat template where one is asked for, or where the
-        text is shorter than what is asked for; ImportError where the embedded model is not installed.
+    Raises: ValueError for an unknown kind, `chat` with a tokenizer without a chat template, or too little text;
+        ImportError if the embedded model is not installed.
     """
     unknown = sorted(set(kinds) - set(KINDS))
     if unknown or not kinds:
@@ -116,13 +118,16 @@ def heldout_windows(
 
 
 def _before_a_text(tokenizer) -> list[int]:
-    """The special tokens that a tokenizer puts in front of a text."""
+    """Return the special tokens that a tokenizer puts in front of a text."""
     whole, bare = tokenizer("a").input_ids, tokenizer("a", add_special_tokens=False).input_ids
     return next((whole[:i] for i in range(len(whole)) if whole[i : i + len(bare)] == bare), [])
 
 
 def _dialogue(tokenizer, text: str, chat: bool) -> str:
-    """A dialogue of heldout.json, which has the embedded model's markup, for another tokenizer; its own as it is."""
+    """Rewrite a dialogue, which has the embedded model's markup, for a tokenizer.
+
+    If the tokenizer is the embedded model's, the dialogue stays as it is.
+    """
     said = re.split(r"<\|(user|assistant)\|>", text)[1:]
     messages = [
         {"role": role, "content": content.removesuffix("<|end|>")}

@@ -1,4 +1,4 @@
-"""What INT8 attention and an INT8 KV cache change of a language model's output: perplexity and greedy text."""
+"""Compare a language model with INT8 attention and KV cache to stock: perplexity and greedy text."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ __all__ = [
     "margins",
     "perplexity",
 ]
-MEASURED = "sage_int8_measured"  # never "short", and strict: what is measured did run in INT8
-ONE_TOKEN = 2  # fewest queries of a call that is prefill; one token on a 16-bit cache is decoding
+MEASURED = "sage_int8_measured"  # strict and without a minimum length, so that all that is measured runs in INT8
+ONE_TOKEN = 2  # fewest queries of a prefill call; one token on a 16-bit cache is a decode step
 
 
 @dataclass(frozen=True)
 class Perplexity:
-    """How well a model predicts text. losses: float64 [W], mean of -log p per window, in nats per token."""
+    """Perplexity of a model on text. losses: float64 [W], mean of -log p per window, in nats per token."""
 
     losses: torch.Tensor
 
@@ -50,15 +50,17 @@ class Perplexity:
         return math.exp(self.losses.mean().item())
 
     def ratio(self, other: Perplexity) -> tuple[float, float]:
-        """Ours over the other's on the same windows, and the standard error of that ratio over windows."""
+        """Return this perplexity over the other on the same windows, and the ratio's standard error."""
         difference = self.losses - other.losses
         ratio = math.exp(difference.mean().item())
         return ratio, ratio * difference.std().item() / math.sqrt(len(difference)) if len(difference) > 1 else math.nan
 
 
 def cache_argument(function: Callable, cache: Any) -> dict[str, Any]:
-    """A KV cache as the keyword argument of a model's forward that it is: newer versions of transformers call it
-    `cache`, and a forward that takes any keyword drops what it does not know. {} for None.
+    """Return a KV cache as the keyword argument that a model's forward expects; {} for None.
+
+    It is called `past_key_values`, and `cache` in newer versions of transformers. The name must be right: a forward
+    with **kwargs drops an unknown keyword silently.
 
     function: the forward, or, for `generate`, GenerationMixin.prepare_inputs_for_generation.
     """
@@ -77,14 +79,14 @@ def perplexity(
     batch: int = 16,
     on_call: Callable[[], None] | None = None,
 ) -> Perplexity:
-    """Perplexity of all tokens but each window's first.
+    """Return the perplexity of all tokens except each window's first.
 
     With a cache, the first `prefill` tokens of a window go through the model in one call and the others `chunk` by
-    `chunk`, so that they attend to what the cache holds. Without one, a window is one call.
+    `chunk`, so that they attend to the cache. Without one, a window is one call.
 
     Args:
         model: a causal language model. windows: token ids, int64 [W, S], S >= 2.
-        cache: makes an empty cache for each batch, e.g. `lambda: Int8KVCache(model.config)`.
+        cache: returns an empty cache, called for each batch, e.g. `lambda: Int8KVCache(model.config)`.
         prefill: 1 to S - 1; None: S // 8. chunk: tokens per later call, >= 1. batch: windows per call, >= 1.
         on_call: called without arguments after each call of the model.
     Raises: ValueError for arguments out of range, or windows longer than the model's positions.
@@ -121,9 +123,11 @@ def perplexity(
 def greedy(
     model, prompts: torch.Tensor, new_tokens: int, *, cache: Callable | None = None, batch: int = 16
 ) -> torch.Tensor:
-    """The most likely continuation of each prompt, never ended early.
+    """Return the greedy continuation of each prompt, always `new_tokens` long.
 
-    Args: prompts: int64 [P, S]. new_tokens: N >= 1. cache, batch: as in `perplexity`; None: transformers' own cache.
+    Args:
+        prompts: int64 [P, S]. new_tokens: N >= 1. An end-of-text token is never chosen.
+        cache, batch: as in `perplexity`; cache None: transformers' own cache.
     Returns: int64 [P, N] on the CPU.
     Raises: ValueError for arguments out of range, or more tokens than the model has positions.
     """
@@ -145,7 +149,7 @@ def greedy(
 
 
 def first_differences(ours: torch.Tensor, stock: torch.Tensor) -> tuple[int | None, ...]:
-    """Place of the first token that differs, per row of two int64 [P, N]; None where the rows are equal."""
+    """Return the index of the first differing token in each row of two int64 [P, N]; None for equal rows."""
     if ours.shape != stock.shape:
         raise ValueError(f"ours: got shape {tuple(ours.shape)}, expected stock's {tuple(stock.shape)}")
     unequal = ours != stock
@@ -154,9 +158,11 @@ def first_differences(ours: torch.Tensor, stock: torch.Tensor) -> tuple[int | No
 
 @torch.no_grad()
 def margins(model, prompts: torch.Tensor, tokens: torch.Tensor, *, batch: int = 16) -> torch.Tensor:
-    """How sure the model was of each greedy token: its logit minus the best other, in nats, fp32 [P, N] on the CPU.
+    """Return the margin of each greedy token: its logit minus the best other logit, in nats.
 
-    Args: prompts: int64 [P, S]. tokens: int64 [P, N], what `greedy` made of them: the token that ends a text is out.
+    Args: prompts: int64 [P, S]. tokens: int64 [P, N], the result of `greedy` for them. End-of-text tokens don't count
+        as others, since `greedy` can't choose them.
+    Returns: fp32 [P, N] on the CPU.
     """
     ends = model.generation_config.eos_token_id
     found = []
@@ -171,16 +177,16 @@ def margins(model, prompts: torch.Tensor, tokens: torch.Tensor, *, batch: int = 
 
 
 def kv_bytes_per_token(cache, dtype: torch.dtype | None = None) -> int:
-    """Bytes that a filled cache holds for one token of one sequence, scales included.
+    """Return the bytes that a filled cache holds for one token of one sequence, scales included.
 
-    Args: cache: of transformers, or Int8KVCache. dtype: as if its keys and values were of this dtype, without scales.
+    Args: cache: of transformers, or Int8KVCache. dtype: count as if keys and values had this dtype and no scales.
     Raises: ValueError for a cache without keys and values.
     """
     total = 0
     for layer in cache.layers:
         if dtype is None and hasattr(layer, "bytes_per_token"):
             total += layer.bytes_per_token()
-        elif getattr(layer, "keys", None) is not None:  # a layer without has none of its own, or a state of fixed size
+        elif getattr(layer, "keys", None) is not None:  # other layers share keys, or have a state of fixed size
             both = (layer.keys, layer.values)  # [B, H_kv, S, D]
             total += sum(x.shape[1] * x.shape[3] * (dtype or x.dtype).itemsize for x in both)
     if not total:
@@ -195,13 +201,13 @@ class Result:
     Attributes:
         name: "stock", "stock_fp32", "prefill" (INT8 attention, 16-bit or fp32 cache), "prefill_kv" (INT8 cache too).
         recipe: of the INT8 attention; empty for stock.
-        perplexity: of the windows. ratio, ratio_error: to stock's, and its standard error over windows.
+        perplexity: of the windows. ratio, ratio_error: its ratio to stock's, and the standard error over windows.
         tokens: int64 [P, N], the greedy continuations.
-        first: per prompt, the place of the first token that is not stock's, or None.
-        margin: per prompt, how sure stock was of its token at that place, in nats; None where nothing differs.
+        first: per prompt, the index of the first token that differs from stock's, or None.
+        margin: per prompt, stock's margin (see `margins`) at that index, in nats; None if no token differs.
         kv_bytes_per_token: of the cache, per sequence, measured.
         int8_calls, cache_calls: attention calls in INT8, and those of them that read an INT8 cache.
-        exact: {reason: attention calls that ran exactly}.
+        exact: {reason: attention calls that ran in 16 bit or fp32}.
     """
 
     name: str
@@ -219,11 +225,11 @@ class Result:
 
     @property
     def identical(self) -> float:
-        """Share of the prompts whose continuation is stock's, token by token."""
+        """Share of the prompts with the same continuation as stock, token by token."""
         return sum(place is None for place in self.first) / len(self.first)
 
     def rows(self, model_name: str, shape: dict) -> Iterator[dict]:
-        """Fields of results.csv. shape: heads, kv_heads, seq_q, seq_k, head_dim."""
+        """Yield rows of results.csv. shape: heads, kv_heads, seq_q, seq_k, head_dim."""
         common = {"suite": "quality", "case": f"{model_name}/{self.name}", "recipe": self.recipe, **shape}
         common["provider"] = "sage_kernels" if self.recipe else "torch_sdpa"
         text = {**common, "batch": len(self.perplexity.losses)}
@@ -260,14 +266,14 @@ def evaluate(
 ) -> dict[str, Result]:
     """Run stock SDPA, INT8 attention, and INT8 attention with an INT8 cache on the same text and prompts.
 
-    A model in 16 bit is also run with its weights in fp32 ("stock_fp32"): that shows what 16-bit rounding alone costs.
-    INT8 attention runs at every length here, also at those where `sage_int8` would leave prompts exact.
+    A model in 16 bit is also run with its weights in fp32 ("stock_fp32"), which shows the error of 16-bit rounding
+    alone. INT8 attention runs at every length here, also for short prompts that `sage_int8` would leave in 16 bit.
 
     Args: windows, prefill, chunk, batch, on_call: as in `perplexity`. prompts, new_tokens: as in `greedy`.
         recipe: of sage_kernels.RECIPES.
-    Returns: {name: Result}, stock first. The model has its own attention implementation again afterwards.
-    Raises: ValueError as `perplexity` and `greedy`; sage_processors.UnsupportedAttentionError for a model whose
-        attention INT8 can't do.
+    Returns: {name: Result}, stock first. Afterwards the model has its own attention implementation again.
+    Raises: ValueError as `perplexity` and `greedy`; sage_processors.UnsupportedAttentionError for a model with
+        attention that INT8 can't do.
     """
     from transformers import DynamicCache
 
@@ -318,7 +324,7 @@ def evaluate(
 
 
 def append_results(path: str | Path, model_name: str, results: dict[str, Result], model, length: int) -> None:
-    """Append every result to results.csv. length: tokens per window; the model says heads and device."""
+    """Append every result to results.csv. length: tokens per window. model: for its shape and device."""
     from sage_kernels.results import append_row
 
     config = model.config.get_text_config()
@@ -350,7 +356,7 @@ def _calls(model) -> tuple[int, int, dict[str, int]]:
 
 
 def _check_tokens(model, name: str, tokens: torch.Tensor, more: int) -> None:
-    """Raise unless tokens are ids [rows, length] that fit the model's positions with `more` behind them."""
+    """Raise ValueError unless tokens are ids [rows, length] and fit the model with `more` new ones."""
     if not isinstance(tokens, torch.Tensor) or tokens.dtype != torch.int64 or tokens.ndim != 2 or not tokens.numel():
         got = f"{tokens.dtype} {tuple(tokens.shape)}" if isinstance(tokens, torch.Tensor) else type(tokens).__name__
         raise ValueError(f"{name}: got {got}, expected token ids, int64 [rows, tokens], at least one row")

@@ -1,7 +1,7 @@
-"""How far two tensors or pictures are apart: PSNR, SSIM, MS-SSIM, LPIPS of images, SQNR and relative L1 of anything.
+"""Distances of pictures (PSNR, SSIM, MS-SSIM, LPIPS) and of any tensors (SQNR, relative L1).
 
-The metrics of images are torchmetrics' (imported on first use); everything else needs torch alone. Distances between
-sets of images are in feature_distance.py.
+The metrics of pictures are torchmetrics', imported on first use. The others need torch alone. Distances between sets
+of pictures are in feature_distance.py.
 """
 
 from __future__ import annotations
@@ -14,20 +14,22 @@ from typing import NamedTuple
 import torch
 
 
-SSIM_WINDOW = 11  # side of torchmetrics' default Gaussian window, in pixels; a smaller picture has no window to slide
+SSIM_WINDOW = 11  # side of torchmetrics' default Gaussian window, in pixels: the smallest picture
 # Wang, Simoncelli and Bovik 2003, table of weights per scale, finest first
 MS_SSIM_WEIGHTS = (0.0448, 0.2856, 0.3001, 0.2363, 0.1333)
-LPIPS_BACKBONES = {"alex": "alexnet", "vgg": "vgg16", "squeeze": "squeezenet1_1"}  # name -> torchvision's
+LPIPS_BACKBONES = {"alex": "alexnet", "vgg": "vgg16", "squeeze": "squeezenet1_1"}  # name -> torchvision's name
 
 
 def psnr(images: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    """Peak signal-to-noise ratio of each picture: 10·log10(1 / MSE), MSE over channels and pixels.
+    """Return the peak signal-to-noise ratio of each picture, 10·log10(1 / MSE).
+
+    MSE is the mean over channels and pixels.
 
     Args:
         images, reference: [N, C, H, W] floating point in [0, 1], same shape.
-    Returns: [N] float32, dB, on the inputs' device; +inf where the two pictures are identical.
+    Returns: [N] float32, dB, on the inputs' device; +inf for identical pictures.
     Raises: TypeError (no tensor, or not floating point), ValueError (shape, NaN or infinity, values outside [0, 1]),
-        ImportError naming the pip command when torchmetrics is missing.
+        ImportError, naming the pip command, without torchmetrics.
     """
     functional = torchmetrics_image("PSNR")
     images, reference = _check_image_pair(images, reference)
@@ -36,7 +38,9 @@ def psnr(images: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
 
 
 def ssim(images: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    """Structural similarity of each picture (Gaussian window of 11 pixels, sigma 1.5), 1 when identical.
+    """Return the structural similarity of each picture (Gaussian window of 11 pixels, sigma 1.5).
+
+    It is 1 for identical pictures.
 
     Args:
         images, reference: [N, C, H, W] floating point in [0, 1], same shape, H and W at least 11.
@@ -50,7 +54,7 @@ def ssim(images: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
             f"images: got {images.shape[-2]}x{images.shape[-1]} pixels, expected at least {SSIM_WINDOW}x{SSIM_WINDOW},"
             " the window SSIM slides over; compare larger pictures or use psnr"
         )
-    # one picture at a time: fp64 convolution of a large batch falls out of the cache and takes several times longer
+    # one picture at a time: a large batch in fp64 does not fit the CPU's cache and takes several times longer
     values = [
         functional.structural_similarity_index_measure(image[None], other[None], data_range=1.0)
         for image, other in zip(images, reference, strict=True)
@@ -59,15 +63,15 @@ def ssim(images: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
 
 
 def ms_ssim(images: torch.Tensor, reference: torch.Tensor, *, scales: int = 5) -> torch.Tensor:
-    """Structural similarity at several resolutions, each half the one before; 1 when identical.
+    """Return the structural similarity of each picture at several resolutions, each half the one before.
 
     Args:
         images, reference: [N, C, H, W] floating point in [0, 1], same shape.
-        scales: 1 to 5 resolutions. 5 is the published measure; fewer take its weights of the finest ones, scaled to
-            sum to 1, and are another measure: name the number beside the value. The smaller side must be at least
-            176 pixels for 5, 99 for 4, 44 for 3, 22 for 2, 11 for 1.
-    Returns: [N] float32, no unit, on the inputs' device.
-    Raises: as `psnr`, and ValueError for too small pictures, naming the most scales that fit.
+        scales: number of resolutions, 1 to 5. 5 is the published measure. Fewer use the weights of the finest ones,
+            scaled to a sum of 1, and are another measure: report the number with the value. The smaller side must be
+            at least 176 pixels for 5, 99 for 4, 44 for 3, 22 for 2, 11 for 1.
+    Returns: [N] float32, no unit, on the inputs' device; 1 for identical pictures.
+    Raises: as `psnr`, and ValueError for too small pictures, naming the largest number of scales that fits.
     """
     functional = torchmetrics_image("MS-SSIM")
     images, reference = _check_image_pair(images, reference)
@@ -93,24 +97,27 @@ def ms_ssim(images: torch.Tensor, reference: torch.Tensor, *, scales: int = 5) -
 
 
 def ms_ssim_scales(height: int, width: int) -> int:
-    """The most scales that `ms_ssim` can take of pictures of this size, 0 to 5."""
+    """Return the largest number of scales of `ms_ssim` for pictures of this size, 0 to 5."""
     return sum(min(height, width) >= _smallest_side(scales) for scales in range(1, len(MS_SSIM_WEIGHTS) + 1))
 
 
 def _smallest_side(scales: int) -> int:
-    """Pixels with which the coarsest of the resolutions still has room for a window, and torchmetrics takes it."""
+    """Return the smallest side in pixels that these scales need.
+
+    The coarsest picture must have room for a window, and torchmetrics has a bound of its own.
+    """
     return SSIM_WINDOW * max(2 ** (scales - 1), (scales - 1) ** 2)
 
 
 def lpips(images: torch.Tensor, reference: torch.Tensor, *, backbone: str = "alex") -> torch.Tensor:
-    """Learned perceptual distance of each picture, 0 when identical, for users who have the backbone's weights.
+    """Return the learned perceptual distance (LPIPS) of each picture, with weights from a local file.
 
     Args:
         images, reference: [N, 3, H, W] floating point in [0, 1], same shape.
         backbone: "alex", "vgg" or "squeeze". Its ImageNet weights must be in torch.hub's checkpoints folder already:
             nothing is ever downloaded.
-    Returns: [N] float32, no unit, on the inputs' device.
-    Raises: as `psnr`, and ImportError without torchvision, ValueError naming the file where the weights are missing.
+    Returns: [N] float32, no unit, on the inputs' device; 0 for identical pictures.
+    Raises: as `psnr`, and ImportError without torchvision, ValueError naming the file if the weights are missing.
     """
     if backbone not in LPIPS_BACKBONES:
         raise ValueError(f"backbone: got {backbone!r}, expected one of {sorted(LPIPS_BACKBONES)}")
@@ -147,11 +154,11 @@ class Interval(NamedTuple):
 
 
 def mean_interval(values: Sequence[float] | torch.Tensor, *, draws: int = 2000, seed: int = 0) -> Interval:
-    """Mean over pictures with its 95 % interval, by the percentile bootstrap in fp64.
+    """Return the mean over pictures with its 95 % interval, by the percentile bootstrap in fp64.
 
     Args:
-        values: one finite number per picture, at least one (one alone has an empty interval).
-        draws: samples with replacement, at least 100. seed: of the samples; the same seed gives the same interval.
+        values: one finite number per picture, at least one (the interval of one alone is empty).
+        draws: number of resamplings, at least 100. seed: of the resampling; equal seeds give equal intervals.
     Returns: Interval in the unit of the values.
     Raises: ValueError.
     """
@@ -168,10 +175,10 @@ def mean_interval(values: Sequence[float] | torch.Tensor, *, draws: int = 2000, 
 
 
 def paired_interval(values: Sequence[float], baseline: Sequence[float], **options) -> Interval:
-    """Mean of values - baseline, picture by picture, with its 95 % interval.
+    """Return the mean of values - baseline, picture by picture, with its 95 % interval.
 
-    Two sets of the same seeds are to be compared so, never by their means: what differs from picture to picture is
-    several times larger than what differs between two ways to draw it, and cancels here.
+    Compare two sets of the same seeds this way, not by their means: pictures differ from each other several times more
+    than two ways to draw one of them, and that cancels here.
 
     Args: values, baseline: one number per picture, in the same order. options: of `mean_interval`.
     Raises: ValueError (lengths that differ, and as mean_interval).
@@ -182,26 +189,26 @@ def paired_interval(values: Sequence[float], baseline: Sequence[float], **option
 
 
 def sqnr_db(values: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    """Signal to quantisation noise: 10·log10(sum reference² / sum (values − reference)²), summed in fp64.
+    """Return the signal-to-quantisation-noise ratio, 10·log10(sum reference² / sum (values − reference)²).
 
     Args:
         values, reference: any shape, floating point, same shape.
-    Returns: 0-d float64, dB; +inf when equal, -inf when the reference is all zero and the values are not.
+    Returns: 0-d float64, dB, summed in fp64; +inf if equal, -inf if the reference is all zero and the values are not.
     Raises: TypeError, ValueError (shape, empty, NaN or infinity).
     """
     values, reference = _check_pair(values, reference, "values")
     noise = (values.double() - reference.double()).square().sum()
     signal = reference.double().square().sum()
-    # 0/0 is a perfect copy of silence, not a NaN
+    # both all zero: equal, so +inf and not the NaN of 0 / 0
     return torch.where(noise == 0, torch.full_like(noise, torch.inf), 10 * torch.log10(signal / noise))
 
 
 def rel_l1(values: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    """Relative L1 error: sum |values − reference| / sum |reference|, summed in fp64.
+    """Return the relative L1 error, sum |values − reference| / sum |reference|, summed in fp64.
 
     Args:
         values, reference: any shape, floating point, same shape.
-    Returns: 0-d float64, no unit; 0 when equal, +inf when only the reference is all zero.
+    Returns: 0-d float64, no unit; 0 if equal, +inf if only the reference is all zero.
     Raises: TypeError, ValueError (shape, empty, NaN or infinity).
     """
     values, reference = _check_pair(values, reference, "values")
@@ -211,7 +218,7 @@ def rel_l1(values: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
 
 
 def torchmetrics_image(metric: str):
-    """torchmetrics' functional image metrics. Raises: ImportError naming the pip command."""
+    """Import torchmetrics' functional image metrics. Raises: ImportError naming the pip command."""
     try:
         import torchmetrics.functional.image as functional
     except ImportError as error:
@@ -220,12 +227,15 @@ def torchmetrics_image(metric: str):
 
 
 def missing_package(user: str, package: str, install: str = '"sage-processors[diffusers]"') -> ImportError:
-    """The error to raise where `user` needs a package that is not installed."""
+    """Return the error to raise if a package that `user` needs is not installed."""
     return ImportError(f"{user} needs {package}, which is not installed: pip install {install}")
 
 
 def check_images(images: torch.Tensor, name: str = "images") -> None:
-    """Raises TypeError or ValueError unless `images` is a finite floating point [N, C, H, W] in [0, 1], N >= 1."""
+    """Raise an error unless images are finite floating point [N, C, H, W] in [0, 1], N >= 1.
+
+    Raises: TypeError, ValueError.
+    """
     _check_tensor(name, images)
     if images.dim() != 4:
         raise ValueError(f"{name}: got shape {tuple(images.shape)}, expected [N, C, H, W]; use {name}[None] for one")
@@ -259,5 +269,5 @@ def _check_image_pair(images, reference) -> tuple[torch.Tensor, torch.Tensor]:
     images, reference = _check_pair(images, reference, "images")
     check_images(images)
     check_images(reference, "reference")
-    # fp64: windowed variances are differences of nearly equal numbers, in fp32 that costs SSIM its fourth digit
+    # fp64: variances in a window are differences of nearly equal numbers; in fp32 SSIM's fourth digit would be wrong
     return images.double(), reference.double()

@@ -1,4 +1,4 @@
-"""Pictures in, a table and plots out: how far pictures drawn one way are from the same seeds drawn another way."""
+"""Tables and plots of how far pictures are from stock pictures of the same seeds."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from .feature_distance import distance_of_features, features
 from .metrics import Interval, mean_interval
 
 
-PSNR_CEILING = 120.0  # dB: identical pictures would make every mean infinite
+PSNR_CEILING = 120.0  # dB; without it, identical pictures would make every mean infinite
 
 
 @dataclass(frozen=True)
 class Pictures:
-    """What is kept of a set of pictures: their distances to the stock pictures of the same seeds, and their features.
+    """Distances of a set of pictures to stock pictures of the same seeds, and their features.
 
     Attributes:
         label: how they were drawn. psnr_db (dB, at most 120), ssim, ms_ssim: fp64 [N].
@@ -35,9 +35,10 @@ class Pictures:
 
     @classmethod
     def measure(cls, label: str, images: torch.Tensor, stock: torch.Tensor, model=None) -> Pictures:
-        """Compare images [N, 3, H, W] in [0, 1] with stock ones of the same shape; MS-SSIM on as many scales as fit.
+        """Compare images [N, 3, H, W] in [0, 1] with stock images of the same shape.
 
-        model: a loaded classifier, or None to load it. Raises: TypeError, ValueError (also below 11 pixels).
+        MS-SSIM uses as many scales as fit. model: a loaded classifier, or None to load it. Raises: TypeError,
+        ValueError (also below 11 pixels).
         """
         psnr = metrics.psnr(images, stock).clamp(max=PSNR_CEILING).double().cpu()
         ssim = metrics.ssim(images, stock).double().cpu()
@@ -47,7 +48,7 @@ class Pictures:
 
     @classmethod
     def join(cls, parts: Sequence[Pictures]) -> Pictures:
-        """One set of several with the same label and scales. Raises: ValueError."""
+        """Join sets with the same label and scales into one. Raises: ValueError."""
         if not parts or len({(part.label, part.scales) for part in parts}) != 1:
             raise ValueError(
                 f"parts: got {[p.label for p in parts]}, expected at least one, all of one label and scales"
@@ -58,7 +59,7 @@ class Pictures:
 
 
 class Row(NamedTuple):
-    """One number of a report, with the ends of its 95 % interval (equal to it where none can be given)."""
+    """One number of a report, with the ends of its 95 % interval, equal to it if there is none."""
 
     label: str
     metric: str
@@ -70,22 +71,22 @@ class Row(NamedTuple):
 
     @property
     def interval(self) -> Interval:
-        """Value and ends."""
+        """Value and ends as an Interval."""
         return Interval(self.value, self.low, self.high)
 
 
 def report(
     sets: Iterable[Pictures], stock_features: torch.Tensor, real_features: torch.Tensor | None = None
 ) -> list[Row]:
-    """All numbers of several picture sets.
+    """Return all numbers of several picture sets as rows.
 
     Args:
-        sets: what to report, each with as many pictures as stock.
-        stock_features: fp64 [N, 32] of the stock pictures. real_features: fp64 [M, 32] of true pictures; without them,
-            or with no more pictures than features, feature-FD is left out: nothing smaller is one.
-    Returns: per set the means over pictures of psnr_db, ssim and ms_ssim (bootstrap intervals), the worst psnr_db;
-        feature_fd to the true pictures (jackknife interval) and feature_fd_excess over stock (paired); and first the
-        feature_fd of "stock" itself.
+        sets: each with as many pictures as stock.
+        stock_features: fp64 [N, 32] of the stock pictures. real_features: fp64 [M, 32] of true pictures. Without them,
+            or with no more pictures than features, there is no feature-FD: it would not be defined.
+    Returns: first the feature_fd of "stock" itself. Then for each set the means over pictures of psnr_db, ssim and
+        ms_ssim (bootstrap intervals), the worst psnr_db, feature_fd to the true pictures (jackknife interval), and
+        feature_fd_excess over stock (paired).
     """
     rows = []
     real = real_features if len(stock_features) > stock_features.shape[1] else None
@@ -110,9 +111,9 @@ def report(
 
 
 def distance_row(label: str, distance, count: int | None = None) -> Row:
-    """A feature-FD as a row; count: what the column "pictures" says, else the vectors that were compared."""
+    """Return a feature-FD as a row. count: for the column "pictures"; None: the vectors compared."""
     spread = 1.96 * distance.standard_error
-    # few pictures: no group can be left out, so there is no interval to show
+    # with few pictures no group can be left out: the standard error is NaN, and there is no interval
     low, high = (distance.value - spread, distance.value + spread) if spread == spread else (distance.value,) * 2
     return Row(label, "feature_fd", "1", distance.value, low, high, distance.images if count is None else count)
 
@@ -141,15 +142,16 @@ def _kind(metric: str) -> str:
 
 
 def title(metric: str) -> str:
-    """Heading of a metric's column: "MS-SSIM (4 scales)" for ms_ssim4_mean."""
+    """Return the heading of a metric's column, such as "MS-SSIM (4 scales)" for ms_ssim4_mean."""
     text = TITLES[_kind(metric)]
     return f"{text} ({metric.removeprefix('ms_ssim').removesuffix('_mean')} scales)" if text == "MS-SSIM" else text
 
 
 def markdown(rows: Sequence[Row], counted: str = "pictures") -> str:
-    """A Markdown table: one line per label, one column per metric, "value [low, high]" where there is an interval.
+    """Return a Markdown table with a line per label and a column per metric.
 
-    counted: what the rows are of; heading of the last column.
+    A cell is "value [low, high]", or the value alone if it has no interval. counted: heading of the last column, the
+    number of pictures or clips.
     """
     columns = list(dict.fromkeys(row.metric for row in rows))
     columns.sort(key=lambda metric: list(TITLES).index(_kind(metric)))
@@ -163,7 +165,7 @@ def markdown(rows: Sequence[Row], counted: str = "pictures") -> str:
 
 
 def markdown_table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """A Markdown table of texts, one per column in every line. Raises: ValueError for a line of another length."""
+    """Return a Markdown table of texts. Raises: ValueError for a line of another length than the header."""
     lines = [header, ["---"] * len(header), *lines]
     if any(len(line) != len(header) for line in lines):
         raise ValueError(f"lines: got lengths {sorted({len(line) for line in lines})}, expected {len(header)} each")
@@ -180,7 +182,7 @@ def _cell(row: Row | None) -> str:
 
 
 def plot(axes, rows: Sequence[Row], metric: str) -> None:
-    """Bars of one metric, with error bars, one per label, into matplotlib Axes. Raises: ValueError without rows."""
+    """Draw a metric as bars with error bars into matplotlib Axes. Raises: ValueError without rows."""
     from .drawing import bars
 
     chosen = [row for row in rows if row.metric == metric]

@@ -1,4 +1,4 @@
-"""INT8 attention against stock: its pictures or clips seed by seed, and attention's own output batch by batch."""
+"""Compare INT8 attention with stock: pictures or clips by seed, and attention output by batch."""
 
 from __future__ import annotations
 
@@ -18,24 +18,26 @@ from ..reporting.layer_report import NOTHING_RAN
 from . import metrics, videos
 
 
-PSNR_CEILING = 120.0  # dB; identical pictures would make every mean infinite; fp32 pictures tell nothing apart above
-# What is measured is INT8 itself: at the few tokens of the embedded pipelines a GPU's table would leave it all exact.
-# Texts of 77 tokens stay exact, as they do on every GPU.
+# dB; identical pictures would make every mean infinite, and fp32 pictures show no difference above
+PSNR_CEILING = 120.0
+# INT8 itself is measured, so it runs at lengths for which a GPU's table would choose 16 bit, as it would for all calls
+# of the embedded pipelines. Texts of 77 tokens run in 16 bit, as they do on every GPU.
 MIN_TOKENS = 128
-POLICY = "policy"  # name of the variant that a calibration found
-WARM_UP_SEED = 2**20  # first seed of the unmeasured run, away from the measured ones
+POLICY = "policy"  # name of a variant with the options that a calibration found
+WARM_UP_SEED = 2**20  # first seed of the unmeasured run, far from the measured ones
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One way of running INT8 attention that `evaluate` compares.
+    """One way of running INT8 attention, to be compared by `evaluate`.
 
     Attributes:
         name: second half of the results' case, `{pipeline}/{name}`.
         config: the options under test.
-        warm: run once unmeasured before, and start every batch from the table that this leaves, frozen;
-            "timestep_adaptive" keeps its state from batch to batch. Otherwise every batch starts with a fresh state.
-        scales: a file of `handle.save_scales` that every batch starts from, e.g. of a run with another scheduler.
+        warm: run once unmeasured, freeze the table of scales that this leaves, and start every batch from it
+            ("timestep_adaptive" keeps its state from batch to batch instead). If False, every batch starts with a
+            fresh state.
+        scales: a file of `handle.save_scales` to start every batch from, e.g. of a run with another scheduler.
     """
 
     name: str
@@ -49,14 +51,14 @@ class Quality:
     """Distances of one variant to stock attention.
 
     Attributes:
-        name, recipe: of the variant; recipe is empty for a floor row.
-        psnr_db: dB, one per picture, at most PSNR_CEILING. ssim: one per picture. Of a clip, the means of its frames.
-        attention_sqnr_db: dB, one per batch of pictures, at most PSNR_CEILING: signal over noise of attention's output
-            against exact attention of the inputs it got, both summed over all layers, heads and steps. Empty where it
-            was not measured. A sampler carries an early difference elsewhere, and pictures show mostly that; this
-            number knows nothing of it.
-        int8_calls, fallback_calls: attention calls that ran in INT8, and that ran the model's own attention.
-        chosen_calls: those of the latter that the options keep in 16 bit (windows, layers).
+        name, recipe: of the variant. recipe is empty for a result of `floor`.
+        psnr_db: dB, one per picture, at most PSNR_CEILING. ssim: one per picture. For a clip, means over its frames.
+        attention_sqnr_db: dB, one per batch of pictures, at most PSNR_CEILING. Signal over noise of attention's output
+            against the model's own attention of the same inputs, both summed over all layers, heads and steps. Empty
+            if it was not measured. Unlike the pictures' numbers, it does not depend on how a sampler amplifies an
+            early difference.
+        int8_calls, fallback_calls: attention calls that ran in INT8, and calls that ran the model's own attention.
+        chosen_calls: fallback calls that the options keep in 16 bit (by step, noise level or layer).
     """
 
     name: str
@@ -70,24 +72,24 @@ class Quality:
 
     @property
     def is_ours(self) -> bool:
-        """Whether there is anything of ours to compare. Not so where calls were counted and none ran in INT8."""
+        """True unless calls were counted and none of them ran in INT8."""
         return self.int8_calls > 0 or self.fallback_calls == 0
 
     @property
     def int8_share(self) -> float:
-        """INT8 calls over those that INT8 can do; 0 where there are none."""
+        """Share of the calls supported in INT8 that ran in INT8; 0 without such calls."""
         possible = self.int8_calls + self.chosen_calls
         return self.int8_calls / possible if possible else 0.0
 
     def rows(self, pipeline: str) -> Iterator[dict]:
-        """Fields of results.csv: median and percentiles over the samples, then mean and worst as metrics of their own.
+        """Yield rows of results.csv, for each metric the median with percentiles, the mean and the worst.
 
-        Samples are pictures, and for attention_sqnr_db the batches of them. The column batch counts pictures.
-        Options that keep calls in 16 bit also tell the share that is left in INT8.
-        Raises: ValueError where no call ran in INT8.
+        Samples are pictures, and for attention_sqnr_db batches of pictures. The column batch counts pictures. If the
+        options keep calls in 16 bit, int8_share is a row too.
+        Raises: ValueError if no call ran in INT8.
         """
         if not self.is_ours:
-            raise ValueError(f"results: got {self.name!r} of {pipeline}, in which {NOTHING_RAN}: nothing to record")
+            raise ValueError(f"results: got {self.name!r} of {pipeline}, in which {NOTHING_RAN}; nothing to record")
         common = {
             "suite": "quality",
             "case": f"{pipeline}/{self.name}",
@@ -117,7 +119,7 @@ def _options(recipe: Any, scaling: Any, **options: Any) -> SageAttnProcessor:
 
 
 def default_variants(recipe: str = "qk_int8_pv_bf16") -> tuple[Variant, ...]:
-    """Every scaling, and timestep scaling also with the frozen table of a first run."""
+    """Return a variant for each scaling, and one of timestep scaling with the frozen table of a first run."""
     return (
         Variant("dynamic", _options(recipe, "dynamic")),
         Variant("timestep", _options(recipe, "timestep")),
@@ -128,9 +130,9 @@ def default_variants(recipe: str = "qk_int8_pv_bf16") -> tuple[Variant, ...]:
 
 
 def study_variants(recipe: str = "qk_int8_pv_bf16") -> tuple[Variant, ...]:
-    """Every rule that plans scales repeatably, next to dynamic ones. "static" and "sigma_power" need a frozen table.
+    """Return a variant for each repeatable rule that plans scales, and one with dynamic scales.
 
-    timestep_warm is "timestep" with one.
+    "static" and "sigma_power" need a frozen table. "timestep_warm" is "timestep" with one.
     """
 
     def planned(name, scaling, *, warm=True, **options):
@@ -149,9 +151,10 @@ def study_variants(recipe: str = "qk_int8_pv_bf16") -> tuple[Variant, ...]:
 
 
 def picture_arguments(pipe) -> dict:
-    """Call arguments with which a pipeline draws what it was made for: its VAE's picture size, its tokenizer's length.
+    """Return call arguments for the picture size and text length that a pipeline was trained for.
 
-    Some pipelines have their published checkpoint's defaults in code (FLUX: 512 text tokens), wrong for a small model.
+    They are its VAE's and its tokenizer's. The defaults in a pipeline's code are those of its published checkpoint
+    (FLUX: 512 text tokens), wrong for a small model.
     """
     accepted = inspect.signature(type(pipe).__call__).parameters
     arguments: dict[str, object] = {}
@@ -174,7 +177,7 @@ def generate(
 
     Args:
         pipe: a text-to-image or text-to-video DiffusionPipeline.
-        prompts, seeds: of equal length N; noise comes from the CPU, so a seed means the same noise on every device.
+        prompts, seeds: of equal length N. Noise is drawn on the CPU, so a seed gives the same noise on every device.
         steps: denoising steps. on_step: called without arguments after each.
         arguments: more for the pipeline's call; a text (negative_prompt) is repeated for every prompt.
     Returns: [N, 3, H, W] float32 in [0, 1] on the CPU, not rounded to 8 bits; of clips [N, T, 3, H, W].
@@ -202,9 +205,9 @@ def generate(
 
 
 def compare(name: str, recipe: str, pictures: torch.Tensor, reference: torch.Tensor, calls=(0, 0), **more) -> Quality:
-    """Distances of pictures [N, 3, H, W] to reference pictures, or of clips [N, T, 3, H, W].
+    """Return the distances of pictures [N, 3, H, W] or clips [N, T, 3, H, W] to reference ones.
 
-    calls: in INT8, exact, and exact by choice. more: fields of Quality that pictures do not tell.
+    calls: int8_calls, fallback_calls, and chosen_calls. more: other fields of Quality.
     """
     measure = videos if pictures.dim() == 5 else metrics
     psnr_db = measure.psnr(pictures, reference).clamp(max=PSNR_CEILING)
@@ -234,12 +237,13 @@ def evaluate(
     Args:
         pipe: a text-to-image or text-to-video DiffusionPipeline with its own attention processors.
         prompts, seeds: of equal length. variants: default `default_variants()`. steps: denoising steps.
-        batch: pictures per pipeline call; the last call takes what is left.
+        batch: pictures per pipeline call; the last call may have fewer.
         on_step: called without arguments after each denoising step.
         stock: pictures of stock attention for these prompts and seeds, drawn earlier; None draws them.
-        on_handle: called with the Handle of every variant before it draws. on_report: with each Report that counts.
-        probe: measure attention_sqnr_db too, with a Probe on every step, which replaces one of on_handle's. Pictures
-            stay the same; one read from the device per batch.
+        on_handle: called with the Handle of every variant before it draws.
+        on_report: called with each Report whose calls are counted.
+        probe: measure attention_sqnr_db too, with a Probe on every step, which replaces a probe that on_handle
+            started. Pictures stay the same. Costs one read from the device per batch.
         arguments: more for the pipeline's call, e.g. `pipelines.call_arguments(name)`.
     Returns: {variant name: Quality}, distances to the stock pictures.
     Raises: ValueError for unequal lengths, batch < 1, or pictures with NaN.
@@ -266,14 +270,14 @@ def evaluate(
             if variant.warm:
                 others = [WARM_UP_SEED + i for i in range(len(prompts[:batch]))]
                 generate(pipe, prompts[:batch], others, steps=steps, on_step=on_step, **more)
-                # where nothing ran in INT8 there is nothing to start from, and the results say so
+                # if nothing ran in INT8 there is no table to freeze, and the results will say so
                 if (
                     variant.config.scaling.name in FROM_TABLE
                     and variant.config.scaling.name != ADAPTIVE
                     and handle.has_learnt
                 ):
                     handle.freeze_scales()
-            # every step: of one in k, the first step, which has no plan, would count k times
+            # every step: with every k-th step only, the first one, which has no plan, would weigh k times as much
             watching = handle.probe(every=1) if probe else None
             for part in batches:
                 if not variant.warm:
@@ -284,7 +288,7 @@ def evaluate(
                 if watching is not None:
                     sqnr_db += [min(row["sqnr_db"], PSNR_CEILING) for row in watching.summary()]
                     watching.reset()
-                if not variant.warm or part is batches[-1]:  # resetting forgets the counts too
+                if not variant.warm or part is batches[-1]:  # a reset clears the counts, so read them before
                     report = handle.report()
                     if on_report is not None:
                         on_report(report)
@@ -300,9 +304,11 @@ def floor(
     pipe, prompts, seeds, *, steps: int = 25, batch: int = 4, on_step: Callable | None = None,
     arguments: dict | None = None,
 ) -> Quality:  # fmt: skip
-    """What the pipeline's own 16-bit rounding costs: stock pictures against the same pipeline in fp32.
+    """Compare stock pictures of a 16-bit pipeline with those of the same pipeline in fp32.
 
-    Args: as `evaluate`; pipe must be fp16 or bf16. Its tensors are fp32 meanwhile, and the very same ones afterwards.
+    This is the error of 16-bit rounding alone.
+
+    Args: as `evaluate`. pipe must be fp16 or bf16. Its tensors are fp32 meanwhile, and the original ones afterwards.
     Returns: Quality named "stock_fp16" or "stock_bf16".
     Raises: ValueError for a pipeline that is not 16 bit.
     """
@@ -313,12 +319,12 @@ def floor(
     prepare_latents = pipe.prepare_latents
 
     def same_noise(*args, **kwargs):
-        # a generator draws other numbers in 16 bit: draw them in fp32 and round them
+        # a generator's numbers in 16 bit are not its rounded fp32 numbers: draw in fp32 and round
         wanted = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.dtype)]
         in_fp32 = [torch.float32 if isinstance(x, torch.dtype) else x for x in args]
         named = {k: torch.float32 if isinstance(x, torch.dtype) else x for k, x in kwargs.items()}
         drawn = prepare_latents(*in_fp32, **named)
-        if isinstance(drawn, tuple):  # FLUX: the latents and the ids of their places
+        if isinstance(drawn, tuple):  # FLUX: the latents and their position ids
             return drawn[0].to(wanted[0]), *drawn[1:]
         return drawn.to(wanted[0])
 
@@ -344,7 +350,7 @@ def floor(
 
 
 def in_words(result: Quality) -> str:
-    """One line on a comparison, its means and its worst picture."""
+    """Describe a comparison in one line: its means and its worst picture."""
     if not result.is_ours:
         return f"{NOTHING_RAN}: both pictures are stock"
     count = len(result.psnr_db)
@@ -353,9 +359,10 @@ def in_words(result: Quality) -> str:
 
 
 def append_results(path: str | Path, pipeline: str, results: Sequence[Quality], *, device: str) -> None:
-    """Append every result to results.csv, as cases of `pipeline`; device "cpu" says so even where there is a GPU.
+    """Append every result to results.csv, as cases of `pipeline`.
 
-    Raises: ValueError, before anything is written, for a result in which no call ran in INT8.
+    device: where it ran. "cpu" is written as the gpu column even if the machine has a GPU.
+    Raises: ValueError, before anything is written, for a result without a call in INT8.
     """
     from sage_kernels.results import append_row
 

@@ -1,4 +1,4 @@
-"""One picture to look at: stock and INT8 pictures of the same seeds, and their difference made visible."""
+"""One sheet with stock and INT8 pictures of the same seeds and their amplified difference."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ LABEL = 34  # pixels of text above a row of cells: two lines
 
 
 def amplification(stock: torch.Tensor, ours: torch.Tensor) -> int:
-    """Power of two, 1 to 65536, that shows the largest differences (the 99.9th percentile) at half to full white."""
+    """Return the factor that makes the difference of two sets of pictures visible.
+
+    A power of two, 1 to 65536. It shows the 99.9th percentile of the differences at half to full white.
+    """
     values = (ours - stock).abs().flatten().float()
     large = torch.topk(values, max(1, values.numel() // 1000)).values[-1].item()
     gain = 1
@@ -24,16 +27,16 @@ def amplification(stock: torch.Tensor, ours: torch.Tensor) -> int:
 def side_by_side(
     stock: torch.Tensor, ours: torch.Tensor, titles: list[str], gain: int, *, cell: int = 256, ran: bool = True
 ):
-    """Three rows (stock, INT8, |difference| x gain), one column per picture.
+    """Draw a sheet of three rows (stock, INT8, |difference| x gain), one column per picture.
 
     Args:
         stock, ours: [N, 3, H, W] floating point in [0, 1].
         titles: N lines of text above the first row, cut to the cell's width.
-        gain: what the difference is multiplied by; values above 1 are shown white.
-        ran: whether any call of `ours` ran in INT8; if not, the picture says so.
-        cell: side of the shown pictures in pixels, nearest neighbour, so that pixels stay pixels.
+        gain: factor of the difference; values above 1 are shown white.
+        ran: True if any call of `ours` ran in INT8; if False, the sheet says so.
+        cell: width of the shown pictures in pixels, resized without interpolation.
     Returns: PIL.Image.Image, RGB.
-    Raises: ValueError where shapes or the number of titles differ.
+    Raises: ValueError if shapes or the number of titles differ.
     """
     from PIL import Image, ImageDraw, ImageFont
 

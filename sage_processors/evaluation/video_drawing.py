@@ -1,4 +1,4 @@
-"""A clip to look at: a strip of its frames, and a GIF of stock and INT8 side by side."""
+"""Draw a clip as a strip of frames, and as a GIF of stock and INT8 side by side."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ GIF_COLORS = 128
 
 
 def strip(stock: torch.Tensor, ours: torch.Tensor, *, columns: int = 6, cell: int = 128, ran: bool = True):
-    """Frames of one clip in three rows: stock, INT8, their amplified difference.
+    """Draw frames of one clip in three rows: stock, INT8, their amplified difference.
 
     Args:
         stock, ours: [T, 3, H, W] floating point in [0, 1], the same clip drawn both ways.
-        columns: frames shown, evenly over the clip, its first and last among them; at least 1.
-        cell: side of the shown frames in pixels. ran: whether any call of `ours` ran in INT8.
-    Returns: PIL.Image.Image, RGB. Raises: ValueError where shapes differ or columns is less than 1.
+        columns: number of frames shown, evenly over the clip from the first to the last; at least 1.
+        cell: width of the shown frames in pixels. ran: True if any call of `ours` ran in INT8.
+    Returns: PIL.Image.Image, RGB. Raises: ValueError if shapes differ or columns is less than 1.
     """
     _check(stock, ours)
     if isinstance(columns, bool) or not isinstance(columns, int) or columns < 1:
@@ -30,18 +30,18 @@ def strip(stock: torch.Tensor, ours: torch.Tensor, *, columns: int = 6, cell: in
         torch.linspace(0, len(stock) - 1, min(columns, len(stock)), dtype=torch.float64, device="cpu").round().long()
     )
     titles = [f"frame {index + 1}" for index in picked.tolist()]
-    gain = amplification(stock, ours)  # one for all: frames compare with each other
+    gain = amplification(stock, ours)  # one for all frames, so that they can be compared
     return side_by_side(stock[picked], ours[picked], titles, gain, cell=cell, ran=ran)
 
 
 def gif(stock: torch.Tensor, ours: torch.Tensor, path: str | Path, *, fps: int = 8, cell: int = 128) -> Path:
-    """Write stock, INT8 and their amplified difference beside each other, frame by frame. Returns the path.
+    """Write a GIF with stock, INT8 and their amplified difference beside each other, and return its path.
 
-    Frames in sequence that are alike are one in the file, shown as long as all of them.
+    Consecutive frames that are equal become one frame in the file, shown as long as all of them.
 
     Args:
-        stock, ours: as for `strip`. path: x.gif in a folder that exists.
-        fps: frames a second, 1 to 50. cell: side of a shown frame in pixels.
+        stock, ours: as for `strip`. path: a name that ends in .gif, in a folder that exists.
+        fps: frames a second, 1 to 50. cell: width of a shown frame in pixels.
     Raises: ValueError.
     """
     _check(stock, ours)
@@ -49,7 +49,7 @@ def gif(stock: torch.Tensor, ours: torch.Tensor, path: str | Path, *, fps: int =
     if path.suffix != ".gif" or not path.parent.is_dir():
         raise ValueError(f"path: got {str(path)!r}, expected a .gif in a folder that exists")
     if isinstance(fps, bool) or not isinstance(fps, int) or not 1 <= fps <= 50:
-        raise ValueError(f"fps: got {fps!r}, expected an int from 1 to 50, what GIFs can tell")
+        raise ValueError(f"fps: got {fps!r}, expected an int from 1 to 50, the range of GIFs")
     from PIL import Image
 
     difference = (ours - stock).abs() * amplification(stock, ours)

@@ -1,4 +1,4 @@
-"""Clips in, rows of a table out: how far clips drawn one way are from the same seeds drawn with stock attention."""
+"""Report of how far clips are from stock clips of the same seeds, as rows of a table."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ from .picture_report import PSNR_CEILING, Row, distance_row
 
 @dataclass(frozen=True)
 class Clips:
-    """What is kept of a set of clips: numbers per clip against the stock clips of the same seeds, and features.
+    """Distances of a set of clips to stock clips of the same seeds, and their features.
 
     Attributes:
         label: how they were drawn.
         psnr_db, ssim: fp64 [N, T], of each frame (dB, at most 120).
-        flicker: fp64 [N], what changes from frame to frame other than in stock's. frame_change: fp64 [N], what changes
-            at all. motion_error: fp64 [N], pixels a frame.
+        flicker, frame_change, motion_error: fp64 [N], see the functions in videos.py.
         features: fp64 [N·T, 32], of the embedded classifier, the frames of a clip one after the other.
     """
 
@@ -37,7 +36,7 @@ class Clips:
 
     @classmethod
     def measure(cls, label: str, clips: torch.Tensor, stock: torch.Tensor, model=None) -> Clips:
-        """Compare clips [N, T, 3, H, W] in [0, 1], T at least 2, with stock ones of the same shape.
+        """Compare clips [N, T, 3, H, W] in [0, 1], T at least 2, with stock clips of the same shape.
 
         model: a loaded classifier, or None to load it. Raises: TypeError, ValueError (also below 11 pixels).
         """
@@ -53,7 +52,7 @@ class Clips:
 
     @classmethod
     def join(cls, parts: Sequence[Clips]) -> Clips:
-        """One set of several with the same label and number of frames. Raises: ValueError."""
+        """Join sets with the same label and number of frames into one. Raises: ValueError."""
         if not parts or len({(part.label, part.psnr_db.shape[1]) for part in parts}) != 1:
             raise ValueError(
                 f"parts: got {[p.label for p in parts]}, expected at least one, all of one label and length"
@@ -69,17 +68,17 @@ def report(
     stock_features: torch.Tensor,
     real_features: torch.Tensor | None = None,
 ) -> list[Row]:
-    """All numbers of several sets of clips.
+    """Return all numbers of several sets of clips as rows.
 
     Args:
-        sets: what to report, each with as many clips as stock.
-        stock: stock's `frame_change`, fp64 [N], clip by clip. stock_features: fp64 [N·T, 32] of the stock clips.
+        sets: each with as many clips as stock.
+        stock: `frame_change` of the stock clips, fp64 [N]. stock_features: fp64 [N·T, 32] of the stock clips.
         real_features: fp64 [M, 32] of frames of true clips; None: no feature-FD.
-    Returns: first stock's own mean frame_change and the deviation of it from clip to clip; then per set the means over
-        clips of psnr_db, ssim, flicker, frame_change_excess (paired with stock's) and motion_error with their 95 %
-        intervals over clips, the worst frame's psnr_db, and feature_fd with feature_fd_excess (paired, jackknife over
+    Returns: first stock's own mean frame_change, and its standard deviation over clips. Then for each set the means
+        over clips of psnr_db, ssim, flicker, frame_change_excess (over stock, paired) and motion_error, with 95 %
+        intervals; the worst frame's psnr_db; feature_fd, and feature_fd_excess (over stock, paired, jackknife over
         clips).
-    Raises: ValueError for a set of another number of clips than stock.
+    Raises: ValueError for a set with another number of clips than stock.
     """
     count = len(stock)
     together = len(stock_features) // count

@@ -1,7 +1,7 @@
-"""How far clips are from stock's: each frame, what changes from frame to frame, and where things move.
+"""Distances of clips: PSNR and SSIM of frames, change from frame to frame, flicker, and motion.
 
-Frames are compared by the metrics of pictures (metrics.py); this file adds what only a clip has. Clips are
-[N, T, C, H, W], as diffusers returns them with `output_type="pt"`.
+Frames are compared by the metrics of pictures (metrics.py). Clips are [N, T, C, H, W], as diffusers returns them with
+`output_type="pt"`.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from . import metrics
 from .feature_distance import features
 
 
-BLOCK = 8  # pixels a side of what moves as one
-REACH = 7  # pixels that a block is looked for in each direction
-# A farther match must be better by this much of the range of pixels per pixel of distance: flat blocks, which match
-# everywhere, stay where they are, and noise of an 8-bit step does not send them elsewhere
+BLOCK = 8  # side in pixels of a block whose motion is estimated
+REACH = 7  # largest motion in pixels, in each direction
+# A match must be better by this much, of the range of pixels, per pixel of distance. Without it, flat blocks, which
+# match everywhere, would move by rounding noise of 8-bit pixels.
 DISTANCE_COST = 1e-3
 
 
 def psnr(clips: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    """Peak signal-to-noise ratio of each frame, dB, as `metrics.psnr`.
+    """Return the peak signal-to-noise ratio of each frame, dB, as `metrics.psnr`.
 
     Args:
         clips, reference: [N, T, C, H, W] floating point in [0, 1], same shape.
-    Returns: [N, T] float32 on the inputs' device; +inf where two frames are identical.
+    Returns: [N, T] float32 on the inputs' device; +inf for identical frames.
     Raises: as `metrics.psnr`.
     """
     _check_pair(clips, reference)
@@ -34,7 +34,7 @@ def psnr(clips: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
 
 
 def ssim(clips: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    """Structural similarity of each frame, 1 when identical, as `metrics.ssim`.
+    """Return the structural similarity of each frame, 1 for identical frames, as `metrics.ssim`.
 
     Args: clips, reference: as for `psnr`, H and W at least 11. Returns: [N, T] float32. Raises: as `metrics.ssim`.
     """
@@ -43,7 +43,9 @@ def ssim(clips: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
 
 
 def frame_change(clips: torch.Tensor) -> torch.Tensor:
-    """How much a clip changes from frame to frame: the mean of |x[t+1] - x[t]|; motion and flicker together.
+    """Return the mean change of a clip from frame to frame, |x[t+1] - x[t]|.
+
+    Motion and flicker both add to it.
 
     Args:
         clips: [N, T, C, H, W] floating point in [0, 1], T at least 2.
@@ -55,9 +57,10 @@ def frame_change(clips: torch.Tensor) -> torch.Tensor:
 
 
 def flicker(clips: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    """What changes from frame to frame other than in the reference: RMS of (x[t+1] - x[t]) - (r[t+1] - r[t]).
+    """Return the RMS of the change from frame to frame minus the reference's change.
 
-    0 for a difference that every frame has alike, sqrt(2)·σ for noise of deviation σ that each frame has of its own.
+    That is, of (x[t+1] - x[t]) - (r[t+1] - r[t]). It is 0 for a difference that is the same in every frame, and
+    sqrt(2)·σ for independent noise of deviation σ in each frame.
 
     Args:
         clips, reference: [N, T, C, H, W] floating point in [0, 1], same shape, T at least 2.
@@ -70,15 +73,16 @@ def flicker(clips: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
 
 
 def motion(clips: torch.Tensor, *, block: int = BLOCK, reach: int = REACH) -> torch.Tensor:
-    """Where each block of a frame goes in the next one, by the smallest mean absolute difference of pixels.
+    """Return the motion of each block of a frame to the next frame, by block matching.
+
+    The match has the smallest mean absolute difference of pixels, plus DISTANCE_COST per pixel of distance.
 
     Args:
         clips: [N, T, C, H, W] floating point in [0, 1], T at least 2, H and W at least `block`.
-        block: pixels a side, at least 1. reach: pixels looked at in each direction, at least 1. A match has to be
-            better by DISTANCE_COST per pixel than one nearer by.
-    Returns: [N, T - 1, H // block, W // block, 2] int64, pixels down and to the right. Pixels outside of a frame count
-        as its edge's.
-    Raises: as `frame_change`, and ValueError for a block or reach that is no such number or does not fit.
+        block: side of a block in pixels, at least 1. reach: pixels searched in each direction, at least 1.
+    Returns: [N, T - 1, H // block, W // block, 2] int64, pixels down and to the right. A frame is continued outside by
+        the pixels at its edge.
+    Raises: as `frame_change`, and ValueError for an invalid block or reach.
     """
     _check(clips, "clips", frames=2)
     for name, value in (("block", block), ("reach", reach)):
@@ -107,11 +111,13 @@ def motion(clips: torch.Tensor, *, block: int = BLOCK, reach: int = REACH) -> to
 def motion_error(
     clips: torch.Tensor, reference: torch.Tensor, *, block: int = BLOCK, reach: int = REACH
 ) -> torch.Tensor:
-    """How differently things move: distance in pixels between the two motions, mean over blocks that move in either.
+    """Return the mean distance in pixels between the motions of clips and reference.
+
+    The mean is over blocks that move in either of them.
 
     Args:
         clips, reference: [N, T, C, H, W] floating point in [0, 1], same shape. Others: as for `motion`.
-    Returns: [N] float64, pixels per frame; 0 for clips in which nothing moves.
+    Returns: [N] float64, pixels per frame; 0 if nothing moves.
     Raises: as `motion`, and ValueError for shapes that differ.
     """
     _check_pair(clips, reference, frames=2)
@@ -122,7 +128,7 @@ def motion_error(
 
 
 def frame_features(clips: torch.Tensor, model: nn.Module | None = None, *, batch: int = 64) -> torch.Tensor:
-    """Feature vectors of every frame, for `distance_of_features(…, together=T)`.
+    """Return the feature vector of every frame, for `distance_of_features(…, together=T)`.
 
     Args: clips: [N, T, 3, H, W] floating point in [0, 1]. model, batch: as for `feature_distance.features`.
     Returns: [N·T, D] float64 on the CPU, the frames of a clip one after the other. Raises: as `features`.
@@ -139,7 +145,7 @@ def _check(clips: torch.Tensor, name: str, *, frames: int) -> None:
             f"{name}: got shape {tuple(clips.shape)}, expected [N, T, C, H, W]; use {name}[None] for one clip"
         )
     if clips.shape[1] < frames:
-        raise ValueError(f"{name}: got {clips.shape[1]} frames, expected at least {frames}: nothing changes in fewer")
+        raise ValueError(f"{name}: got {clips.shape[1]} frames, expected at least {frames} to see a change")
     metrics.check_images(clips.flatten(0, 1), name)
 
 

@@ -89,7 +89,7 @@ def test_a_variant_of_eager_code_is_not_asked_for_in_compiled_code(bench):
 
 
 def test_what_was_switched_off_is_on_again(bench):
-    places = [(bench.norms.NormState, "_waiting"), (bench.modules, "PostponedLinear"), (bench.rotary, "_waits")]
+    places = [(bench.norms.NormState, "_waiting"), (bench.modules, "PostponedLinear"), (bench.rotary, "_postponed")]
     before = [getattr(*place) for place in places]
     with pytest.raises(RuntimeError, match="inside"), bench.without("norms", "results", "heads", "graph"):
         assert all(getattr(*place) is not was for place, was in zip(places, before, strict=True))

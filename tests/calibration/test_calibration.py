@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import sage_processors as sp
-from sage_processors.calibration import candidates as ladders
+from sage_processors.calibration import candidates
 from sage_processors.calibration import cost as attention_cost
 from sage_processors.calibration.cost import (
     BYTES_PER_SECOND,
@@ -23,7 +23,7 @@ from sage_processors.calibration.cost import (
 from sage_processors.calibration.trials import HELD_OUT
 from sage_processors.diffusion.calls import processors
 from sage_processors.evaluation import hard_variants, quality
-from tests.calibration.test_demotion import kept
+from tests.calibration.test_layer_choices import kept
 from tests.diffusion.steps.test_windows import flux_pipe, options
 from tests.diffusion.test_compile import denoise
 from tests.evaluation.test_quality import PROMPTS, pipeline
@@ -97,8 +97,8 @@ def test_a_budget_out_of_reach_says_so_with_the_best_and_the_curve():
     found = run(target_psnr=119.0, scalings=("per_block",))
     assert not found.met and found.result["psnr_db"] < 119
     best = max(found.curve, key=lambda row: row["psnr_db"])
-    assert ladders.label(found.config) == best["label"] and best["psnr_db"] > found.curve[0]["psnr_db"]
-    assert len(found.curve) >= 5  # the last rung of every ladder was tried
+    assert candidates.label(found.config) == best["label"] and best["psnr_db"] > found.curve[0]["psnr_db"]
+    assert len(found.curve) >= 5  # the last candidate of every sequence was tried
     lines = []
     found.print(type("Console", (), {"print": lambda self, *a, **k: lines.append(str(a[0]))})())
     assert "NOT met" in lines[-1]

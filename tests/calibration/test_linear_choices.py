@@ -36,20 +36,23 @@ def choices(**layers):
     return found
 
 
-def test_a_ladder_takes_most_error_away_for_its_time_first():
+def test_candidates_take_most_error_away_for_its_time_first():
     found = choices(
         small=((1.0, 1.0, 2.0), {"int8": 3.0, "fp8": 9.0}),
         large=((10.0, 10.0, 20.0), {"int8": 4.0, "fp8": 9.0}),
         blind=((1.0, 1.0, 2.0), {"int8": 0.0, "fp8": 0.0}),
     )
-    rungs = found.ladder(sp.SageAttnProcessor(linears="int8"))
-    assert [dict(rung.rules("linears")) for rung in rungs] == [{"small": "none"}, {"small": "none", "large": "none"}]
-    costs = [found.seconds(rung) for rung in rungs]
+    configs = found.candidates(sp.SageAttnProcessor(linears="int8"))
+    assert [dict(config.rules("linears")) for config in configs] == [
+        {"small": "none"},
+        {"small": "none", "large": "none"},
+    ]
+    costs = [found.seconds(config) for config in configs]
     assert costs == [(13.0, 24.0), (23.0, 24.0)]
-    assert [round(found.share(rung), 3) for rung in rungs] == [0.667, 0.333]
+    assert [round(found.share(config), 3) for config in configs] == [0.667, 0.333]
 
 
-def test_a_ladder_of_roles_takes_the_same_layer_of_all_blocks():
+def test_candidates_by_role_take_the_same_layer_of_all_blocks():
     even = (1.0, 1.0, 2.0)
     found = choices(
         **{"a.0.up": (even, {"int8": 5.0}), "a.1.up": (even, {"int8": 0.0}), "b.0.net.0.proj": (even, {"int8": 4.0})},
@@ -59,26 +62,26 @@ def test_a_ladder_of_roles_takes_the_same_layer_of_all_blocks():
             "b.1.net.0.proj": (even, {"int8": 3.0}),
         },
     )
-    rungs = found.roles(sp.SageAttnProcessor(linears="int8"))
-    assert [sorted(dict(rung.rules("linears"))) for rung in rungs] == [
+    configs = found.roles(sp.SageAttnProcessor(linears="int8"))
+    assert [sorted(dict(config.rules("linears"))) for config in configs] == [
         ["b.0.net.0.proj", "b.1.net.0.proj"],
         ["a.0.up", "a.1.up", "b.0.net.0.proj", "b.1.net.0.proj"],
         sorted(found.layers),
     ]
-    assert {format for _, format in rungs[-1].rules("linears")} == {"none"}
+    assert {format for _, format in configs[-1].rules("linears")} == {"none"}
 
 
 def test_a_dearer_8_bit_format_comes_before_16_bit_where_it_pays():
     found = choices(
         layer=((1.0, 1.5, 4.0), {"int8": 1.0, "fp8": 9.0}), odd=((1.0, 3.9, 4.0), {"int8": 8.0, "fp8": 9.0})
     )
-    rungs = found.ladder(sp.SageAttnProcessor(linears="fp8", layers={"other": {"linears": "none"}}))
-    assert [dict(rung.rules("linears")) for rung in rungs] == [
+    configs = found.candidates(sp.SageAttnProcessor(linears="fp8", layers={"other": {"linears": "none"}}))
+    assert [dict(config.rules("linears")) for config in configs] == [
         {"layer": "int8", "other": "none"},
         {"layer": "int8", "odd": "none", "other": "none"},
         {"layer": "none", "odd": "none", "other": "none"},
     ]
-    assert label(rungs[1]).endswith("linear layers fp8, 2 of them 16 bit, 1 of them int8")
+    assert label(configs[1]).endswith("linear layers fp8, 2 of them 16 bit, 1 of them int8")
 
 
 @pytest.mark.parametrize("name", ["tiny_sd", "tiny_flux"])

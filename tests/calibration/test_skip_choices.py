@@ -50,41 +50,41 @@ def test_each_layer_and_range_has_the_largest_limit_that_adds_no_more_than_the_b
     choices = SkipChoices(BASE, USER, measured(), LEVELS)
     assert choices.borders == (0.5,)  # half-way between the middle ones of the four steps that have lists
     # low noise levels first; a limit adds √(0.05 - 0.01) = 0.2 to "even[0]", and 0.4 to "late" at low noise levels
-    assert choices.plan(0.2 + 1e-9) == {
+    assert choices.choose(0.2 + 1e-9) == {
         "even[0]": (LARGE, LARGE), "late": (SMALL, LARGE), "never": (0.0, 0.0), "always": (LARGE, LARGE),
     }  # fmt: skip
-    assert choices.plan(0.15)["even[0]"] == (SMALL, SMALL)
-    assert choices.plan(0.0) == {
+    assert choices.choose(0.15)["even[0]"] == (SMALL, SMALL)
+    assert choices.choose(0.0) == {
         "even[0]": (0.0, 0.0), "late": (0.0, LARGE), "never": (0.0, 0.0), "always": (LARGE, LARGE),
     }  # fmt: skip
-    assert set(choices.plan(math.inf).values()) == {(LARGE, LARGE)}
+    assert set(choices.choose(math.inf).values()) == {(LARGE, LARGE)}
 
 
 def test_plans_become_options_that_say_no_more_than_they_must():
     choices = SkipChoices(BASE, USER, measured(), LEVELS)
-    config = choices.options(choices.plan(0.2 + 1e-9))
+    config = choices.options(choices.choose(0.2 + 1e-9))
     assert config.skip == dataclasses.replace(USER.skip, limit=LARGE, noise=(0.5,))
     assert dict(config.rules("skip_limit")) == {"late": (SMALL, LARGE), "never": 0.0}
     assert config.of_layer("skip_limit", "even[0]") == LARGE and config.of_layer("skip_limit", "late") == (
         SMALL,
         LARGE,
     )
-    alike = choices.options(choices.plan(math.inf))
+    alike = choices.options(choices.choose(math.inf))
     assert alike == dataclasses.replace(BASE, skip=dataclasses.replace(USER.skip, limit=LARGE))
-    named = choices.options(choices.plan(0.15))
+    named = choices.options(choices.choose(0.15))
     assert named.of_layer("skip_limit", "even[0]") == SMALL  # brackets in a name are no pattern
     owned = dataclasses.replace(
         USER, layers={"never": {"skip_limit": 0.3}, "*": {"skip_limit": 0.2}}
     )  # the user's own come first
-    config = SkipChoices(without_lists(owned), owned, measured(), LEVELS).options(choices.plan(0.2 + 1e-9))
+    config = SkipChoices(without_lists(owned), owned, measured(), LEVELS).options(choices.choose(0.2 + 1e-9))
     assert config.of_layer("skip_limit", "never") == 0.3 and config.of_layer("skip_limit", "late") == 0.2
 
 
-def test_rungs_add_less_and_less_and_each_leaves_something_out():
+def test_candidates_add_less_and_less_and_each_leaves_something_out():
     choices = SkipChoices(BASE, USER, measured(), LEVELS)
-    rungs = choices.ladder()
-    assert rungs[0] == dataclasses.replace(BASE, skip=dataclasses.replace(USER.skip, limit=LARGE))
-    assert len(rungs) == len(set(rungs)) > 3 and all(rung.skip for rung in rungs)
+    found = choices.candidates()
+    assert found[0] == dataclasses.replace(BASE, skip=dataclasses.replace(USER.skip, limit=LARGE))
+    assert len(found) == len(set(found)) > 3 and all(config.skip for config in found)
 
     def worst(config):
         def of(layer):
@@ -93,7 +93,7 @@ def test_rungs_add_less_and_less_and_each_leaves_something_out():
 
         return max(choices._errors.get((x, i, of(x)[i]), 0.0) for x in choices.layers for i in range(2))
 
-    errors = [worst(rung) for rung in rungs]
+    errors = [worst(config) for config in found]
     assert errors == sorted(errors, reverse=True) and errors[0] > 0.9 and errors[-1] == 0.0
 
 
@@ -101,15 +101,15 @@ def test_rungs_add_less_and_less_and_each_leaves_something_out():
 def test_without_steps_on_both_sides_of_a_border_there_is_one_range(levels):
     steps = range(6) if len(levels) == 6 else range(3)
     choices = SkipChoices(BASE, USER, measured(steps), levels)
-    assert choices.borders == () and all(len(limits) == 1 for limits in choices.plan(0.3).values())
-    assert all(rung.skip.noise == () for rung in choices.ladder())
+    assert choices.borders == () and all(len(limits) == 1 for limits in choices.choose(0.3).values())
+    assert all(config.skip.noise == () for config in choices.candidates())
 
 
 def test_a_users_borders_are_kept():
     base = dataclasses.replace(USER, skip=dataclasses.replace(USER.skip, noise=(0.15, 0.7)))
     choices = SkipChoices(BASE, base, measured(), LEVELS)
-    assert choices.borders == (0.15, 0.7) and len(choices.plan(0.3)["late"]) == 3
-    assert choices.options(choices.plan(math.inf)).skip.noise == (0.15, 0.7)
+    assert choices.borders == (0.15, 0.7) and len(choices.choose(0.3)["late"]) == 3
+    assert choices.options(choices.choose(math.inf)).skip.noise == (0.15, 0.7)
 
 
 # --- time ---

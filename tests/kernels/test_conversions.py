@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 
 import pytest
@@ -82,61 +81,8 @@ def test_folded_form_is_as_exact_as_a_plain_fma_once_the_reference_is_what_was_s
     assert naive > 4 * corrected  # so it is worth its instruction
 
 
-# --- counts ---
-
-TABLE = json.loads((ROOT / "tests" / "conversions.json").read_text())
-TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
-WAYS = ("native", "added", "folded", "integer_max", "folded_integer_max", "dual", "halves")
-
-
-def cell(name: str, way: str) -> str:
-    facts = TABLE["kernels"][f"{name}/{way}"]
-    return f"{facts['instructions']} ({facts['converts']}, {facts['float_max']}, {facts['integer_max']})"
-
-
-def test_the_notes_have_the_counts_of_the_table():
-    notes = (ROOT / "kernels" / "NOTES.md").read_text(encoding="utf-8")
-    for way in WAYS:
-        line = f"| `{way}` | " + " | ".join(cell(name, way) for name in TARGETS) + " |"
-        assert line in notes, line
-
-
-def test_the_notes_judge_by_the_counts():
-    """What kernels/NOTES.md says of them in words."""
-
-    def instructions(name, way):
-        return TABLE["kernels"][f"{name}/{way}"]["instructions"]
-
-    for name in TARGETS:
-        assert all(TABLE["kernels"][f"{name}/{way}"]["spills"] == 0 for way in WAYS)
-        assert TABLE["kernels"][f"{name}/folded"]["converts"] == 0
-        fewest = min(WAYS, key=lambda way: instructions(name, way))
-        assert fewest == "integer_max" if name == "sm_90" else fewest in ("folded", "folded_integer_max"), name
-        assert set(sorted(WAYS, key=lambda way: instructions(name, way))[-2:]) == {"dual", "halves"}, name
-    assert [TABLE["kernels"][f"gfx942/{way}"]["converts"] for way in ("native", "folded")] == [64, 0]
-
-
 def test_the_notes_have_the_errors_that_are_computed():
     notes = (ROOT / "kernels" / "NOTES.md").read_text(encoding="utf-8")
     for scale, said in zip(SCALES, ("1.6e-4", "2e-3", "0.03", "0.06"), strict=True):
         cells = (f"{error:.1e}".replace("e-0", "e-") for error in exponent_errors(scale))
         assert f"| {said} | {' | '.join(cells)} |" in notes, scale
-
-
-@pytest.mark.slow("compiles six kernels")
-def test_the_table_of_counts_is_what_is_compiled():
-    triton = pytest.importorskip("triton", reason="triton is not installed")
-    if triton.__version__ != TABLE["meta"]["triton"]:
-        pytest.skip(f"the table is of Triton {TABLE['meta']['triton']}, this is {triton.__version__}")
-    import os
-    import subprocess
-    import sys
-
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = str(ROOT / "kernels")
-    done = subprocess.run(
-        [sys.executable, ROOT / "tests" / "kernels" / "codegen" / "conversions.py", "sm_80"],
-        capture_output=True, text=True, env=environment, check=True,
-    )  # fmt: skip
-    for key, facts in map(json.loads, done.stdout.splitlines()):
-        assert facts == TABLE["kernels"][key], key

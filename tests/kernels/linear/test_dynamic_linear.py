@@ -157,7 +157,7 @@ def test_calls_that_differ_in_anything_have_other_keys(monkeypatch):
         return None, None
 
     for module in ("linear", "linear_dynamic"):
-        monkeypatch.setattr(f"sage_kernels.{module}.try_replay", no_replay)
+        monkeypatch.setattr(f"sage_kernels.ops.{module}.try_replay", no_replay)
     number = sum(1 for _ in calls())
     for _ in range(2):
         for _, call in calls():

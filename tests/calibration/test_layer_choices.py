@@ -10,7 +10,14 @@ import pytest
 import sage_processors as sp
 from sage_processors.calibration import cost as attention_cost
 from sage_processors.calibration.cost import CostTable
-from sage_processors.calibration.layer_choices import Choice, Demotion, Way, check_sums, demotions, relative_l2
+from sage_processors.calibration.layer_choices import (
+    Choice,
+    LayerChoices,
+    Way,
+    check_sums,
+    options_to_probe,
+    relative_l2,
+)
 from sage_processors.diffusion.calls import processors
 from sage_processors.evaluation import quality
 from sage_processors.options import MAX_RANGES
@@ -23,21 +30,21 @@ from tests.support.outliers import varying_outliers
 
 BF16, FP8 = "qk_int8_pv_bf16", "qk_int8_pv_fp8"
 BASE = sp.SageAttnProcessor(recipe=FP8)
-PV16, TOKEN, ROTATED, BOTH = (Choice.of(c) for c in demotions(BASE)[1:])
+PV16, TOKEN, ROTATED, BOTH = (Choice.of(c) for c in options_to_probe(BASE)[1:])
 LEVELS = [1.0, 0.9, 0.75, 0.6, 0.45, 0.3, 0.2, 0.1]
 PRICES = {Choice.of(BASE): 0.5, PV16: 0.6, TOKEN: 0.65, ROTATED: 0.7, BOTH: 0.75, None: 1.0}
 
 
-def made(errors: dict, base=BASE, **kwargs) -> Demotion:
+def made(errors: dict, base=BASE, **kwargs) -> LayerChoices:
     """errors: {layer: {choice: an error at all steps, or one for each}}."""
-    choices = [Choice.of(c) for c in demotions(base)]
+    choices = [Choice.of(c) for c in options_to_probe(base)]
     noise = {choice: {} for choice in choices}
     for layer, by_choice in errors.items():
         for choice in choices:
             found = by_choice[choice]
             steps = found if isinstance(found, list) else [found] * len(LEVELS)
             noise[choice][layer] = {str(i): [2.0, 2.0 * error**2] for i, error in enumerate(steps)}
-    return Demotion(base, noise, lambda layer, choice: PRICES[choice], kwargs.get("levels", LEVELS))
+    return LayerChoices(base, noise, lambda layer, choice: PRICES[choice], kwargs.get("levels", LEVELS))
 
 
 def falling(first: float, second: float, third: float, fourth: float, fifth: float) -> dict:
@@ -52,8 +59,8 @@ def kept(config):
     return [pattern for pattern, recipe in config.rules("recipe") if recipe == "16bit"]
 
 
-def test_what_is_measured_is_the_ladder_of_int8():
-    assert [dataclasses.astuple(Choice.of(c)) for c in demotions(BASE)] == [
+def test_what_is_measured_is_every_int8_choice():
+    assert [dataclasses.astuple(Choice.of(c)) for c in options_to_probe(BASE)] == [
         (FP8, "timestep", "none"),
         (BF16, "timestep", "none"),
         (BF16, "per_token", "none"),
@@ -61,11 +68,11 @@ def test_what_is_measured_is_the_ladder_of_int8():
         (BF16, "per_token", "hadamard"),
     ]
     plain = sp.SageAttnProcessor(scaling="per_token", rotation="hadamard")
-    assert demotions(plain) == [plain]
+    assert options_to_probe(plain) == [plain]
 
 
-def test_every_layer_gets_the_first_step_of_the_ladder_that_is_enough():
-    demotion = made({
+def test_every_layer_gets_the_cheapest_way_that_is_enough():
+    choices = made({
         "fine": falling(0.01, 0.01, 0.01, 0.01, 0.01),
         "values": falling(0.04, 0.01, 0.01, 0.01, 0.01),
         "tokens": falling(0.09, 0.08, 0.01, 0.05, 0.01),
@@ -73,10 +80,10 @@ def test_every_layer_gets_the_first_step_of_the_ladder_that_is_enough():
         "hard": falling(0.09, 0.08, 0.07, 0.06, 0.01),
         "hopeless": falling(0.9, 0.8, 0.7, 0.6, 0.5),
     })  # fmt: skip
-    plan = demotion.plan(dict.fromkeys(demotion.layers, 0.02))
+    chosen = choices.choose(dict.fromkeys(choices.layers, 0.02))
     ways = {"fine": Choice.of(BASE), "values": PV16, "tokens": TOKEN, "outliers": ROTATED, "hard": BOTH}
-    assert plan == {name: Way(choice) for name, choice in (ways | {"hopeless": None}).items()}
-    config = demotion.options(plan)
+    assert chosen == {name: Way(choice) for name, choice in (ways | {"hopeless": None}).items()}
+    config = choices.options(chosen)
     assert config == dataclasses.replace(
         BASE,
         layers={
@@ -91,72 +98,76 @@ def test_every_layer_gets_the_first_step_of_the_ladder_that_is_enough():
 
 def test_16_bit_only_at_the_noise_levels_of_the_error():
     late, early = [0.01] * 6 + [0.5] * 2, [0.5] + [0.01] * 7
-    demotion = made({
+    choices = made({
         "late": falling(late, late, late, late, late),
         "early": falling(early, early, early, early, early),
         "fine": falling(0.01, 0.01, 0.01, 0.01, 0.01),
         "always": falling(0.5, 0.5, 0.5, 0.5, 0.5),
     })  # fmt: skip
-    plan = demotion.plan(dict.fromkeys(demotion.layers, 0.02))
+    chosen = choices.choose(dict.fromkeys(choices.layers, 0.02))
     base = Choice.of(BASE)
     # borders are half-way between two steps
-    assert plan == {
+    assert chosen == {
         "late": Way(base, (0.0, 0.25)), "early": Way(base, (0.95, 1.0)), "fine": Way(base), "always": Way(None)
     }  # fmt: skip
-    config = demotion.options(plan)
+    config = choices.options(chosen)
     assert config.rules("keep_noise") == (("late", (0.0, 0.25)), ("early", (0.95, 1.0)))
     assert kept(config) == ["always"]
     unknown = made({"late": falling(late, late, late, late, late)}, levels=[])  # a scheduler that nobody can follow
-    assert unknown.plan({"late": 0.02}) == {"late": Way(None)}
+    assert unknown.choose({"late": 0.02}) == {"late": Way(None)}
 
 
 def test_a_cheaper_int8_way_goes_before_a_range_and_a_short_range_before_a_dear_one():
     one, most = [0.01] * 7 + [0.5], [0.5] * 6 + [0.01] * 2
-    demotion = made({
+    choices = made({
         "one": falling(one, one, one, 0.01, 0.01),  # an eighth of the steps in 16 bit: 0.5625 < 0.7
         "most": falling(most, most, most, 0.01, 0.01),  # six eighths: 0.875 > 0.7
     })  # fmt: skip
-    plan = demotion.plan({"one": 0.02, "most": 0.02})
-    assert plan == {"one": Way(Choice.of(BASE), (0.0, 0.15)), "most": Way(ROTATED)}
-    assert demotion.plan({"one": 0.02, "most": 0.02}, {("one", plan["one"])})["one"] != plan["one"]
+    chosen = choices.choose({"one": 0.02, "most": 0.02})
+    assert chosen == {"one": Way(Choice.of(BASE), (0.0, 0.15)), "most": Way(ROTATED)}
+    assert choices.choose({"one": 0.02, "most": 0.02}, {("one", chosen["one"])})["one"] != chosen["one"]
 
 
 def test_no_more_ranges_than_a_handle_may_have():
     bad = {f"layer{i}": [0.5 if step == i else 0.01 for step in range(8)] for i in range(8)}
-    demotion = made({name: falling(steps, steps, steps, steps, steps) for name, steps in bad.items()})
-    plan = demotion.plan(dict.fromkeys(demotion.layers, 0.02))
-    assert len({way.span for way in plan.values()} - {()}) == MAX_RANGES
-    for name, way in plan.items():
-        assert way.choice is None or demotion.error(name, way.choice, way.span) <= 0.02
-    assert demotion.options(plan).rules("keep_noise")  # and the options accept it
+    choices = made({name: falling(steps, steps, steps, steps, steps) for name, steps in bad.items()})
+    chosen = choices.choose(dict.fromkeys(choices.layers, 0.02))
+    assert len({way.span for way in chosen.values()} - {()}) == MAX_RANGES
+    for name, way in chosen.items():
+        assert way.choice is None or choices.error(name, way.choice, way.span) <= 0.02
+    assert choices.options(chosen).rules("keep_noise")  # and the options accept it
 
 
-def test_a_ladder_gets_better_and_dearer_and_is_the_same_again():
+def test_candidates_get_better_and_dearer_and_are_the_same_again():
     late = [0.01] * 6 + [0.2] * 2
     errors = {
         "a": falling(0.04, 0.02, 0.015, 0.01, 0.005),
         "b": falling(0.06, 0.03, 0.02, 0.02, 0.01),
         "c": falling(late, late, late, late, late),
     }
-    demotion = made(errors)
-    ladder = demotion.ladder()
-    assert ladder == made(errors).ladder() and len(ladder) == len(set(ladder)) > 4 and BASE not in ladder
+    choices = made(errors)
+    found_options = choices.candidates()
+    assert (
+        found_options == made(errors).candidates()
+        and len(found_options) == len(set(found_options)) > 4
+        and BASE not in found_options
+    )
 
     def worst(config):
-        return max(_error_of(demotion, config, layer) for layer in errors)
+        return max(_error_of(choices, config, layer) for layer in errors)
 
-    found = [worst(config) for config in ladder]
+    found = [worst(config) for config in found_options]
     assert found == sorted(found, reverse=True) and found[-1] < found[0] < 0.1
-    assert all(len(kept(config)) < 3 for config in ladder)  # something stays in INT8
+    assert all(len(kept(config)) < 3 for config in found_options)  # something stays in INT8
 
 
-def _error_of(demotion, config, layer):
+def _error_of(choices, config, layer):
     recipe, scaling, rotation, span = (
         config.of_layer(option, layer) for option in ("recipe", "scaling", "rotation", "keep_noise")
     )
     if recipe == "16bit":
         return 0.0
-    return demotion.error(layer, Choice(recipe, scaling, rotation), span)
+    return choices.error(layer, Choice(recipe, scaling, rotation), span)
 
 
 def test_options_of_the_user_stay():
@@ -164,8 +175,8 @@ def test_options_of_the_user_stay():
         BASE, layers={"kept": {"recipe": "16bit"}, "other": {"recipe": BF16, "keep_noise": (0, 0.1)}}
     )
     late = [0.01] * 6 + [0.5] * 2
-    demotion = made({"late": falling(late, late, late, late, late)}, base)
-    config = demotion.options(demotion.plan({"late": 0.02}))
+    choices = made({"late": falling(late, late, late, late, late)}, base)
+    config = choices.options(choices.choose({"late": 0.02}))
     assert kept(config) == ["late", "kept"] and config.of_layer("recipe", "other") == BF16
     assert config.rules("keep_noise") == (("other", (0.0, 0.1)),)
 
