@@ -29,8 +29,8 @@ def main() -> None:
         if not args.policy.exists():
             found = sp.calibrate(
                 pipe, example_prompts(args.pictures), target_psnr=args.target_psnr, steps=args.steps,
-                recipes=[args.recipe], scalings=[args.scaling], linears=formats, config=line.attention().with_linears("none"),
-                path=args.policy,
+                recipes=[args.recipe], scalings=[args.scaling], linears=formats,
+                config=line.attention().with_linears("none"), path=args.policy,
             )  # fmt: skip
             found.print()
         options = sp.SageAttnProcessor.from_policy(args.policy, pipe)  # what another process does

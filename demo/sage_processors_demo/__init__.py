@@ -1,4 +1,4 @@
-"""Small trained models for sage-processors: a FLUX pipeline, a language model, a classifier of pictures. Data only.
+"""Small trained models for sage-processors: two pipelines, a language model, a picture classifier.
 
-`sage_processors.pipelines` finds them; nothing here imports anything.
+Contains only data, which `sage_processors.pipelines` finds.
 """

@@ -1,11 +1,11 @@
 """Write INT8 attention as a kernel of the Hugging Face Hub: `python kernels/hub/make.py FOLDER`.
 
-FOLDER becomes a repository of kernels: build.toml and torch-ext/ for kernel-builder, and build/ as kernel-builder
-makes it of sources without compiled code ("noarch"), which `kernels` loads as it is. The kernels in it are
-sage_kernels' own files, those that attention imports, and nothing else: there is no second copy in this repository.
+FOLDER becomes a kernel repository. It has build.toml and torch-ext/ for kernel-builder, and build/, which `kernels`
+loads. build/ is what kernel-builder makes of sources without compiled code ("noarch"). The kernel's files are those of
+sage_kernels that attention imports, so this repository has no second copy of them.
 
-One thing in them is changed: the namespace of the ops. Several versions of a Hub kernel, and sage_kernels itself, may
-be loaded in one process, and each has its own.
+Only the namespace of the ops is changed. One process may load several versions of a Hub kernel, and sage_kernels
+itself. Each needs its own namespace.
 """
 
 from __future__ import annotations
@@ -24,11 +24,14 @@ SOURCES = HUB.parent / "sage_kernels"
 EXTENSION = "torch-ext"
 ENTRIES = ("ops/attention.py", "ops/varlen.py")
 NAMESPACE = re.compile(r'(?<=Library\(")sage_kernels(?=")|(?<=")sage_kernels(?=::)|(?<=torch\.ops\.)sage_kernels\b')
-ROOT_INIT = '"""The part of sage_kernels that attention is made of."""\n'
+ROOT_INIT = '"""The files of sage_kernels that attention needs."""\n'
 
 
 def needed() -> list[Path]:
-    """The files of sage_kernels that attention imports, wherever in their text, and the packages that they lie in."""
+    """Return the files of sage_kernels that attention imports, with the __init__ files of their packages.
+
+    Imports inside functions count too.
+    """
     found: set[Path] = set()
     waiting = [SOURCES / name for name in ENTRIES]
     while waiting:
@@ -53,7 +56,7 @@ def _imports(path: Path):
 
 
 def contents() -> dict[str, str]:
-    """{path in the package: text} of the kernel's Python package."""
+    """Return {path: text} of all files of the kernel's Python package."""
     own = HUB / EXTENSION / _name()
     texts = {path.relative_to(own).as_posix(): path.read_text(encoding="utf-8") for path in sorted(own.glob("*.py"))}
     texts["sage_kernels/__init__.py"] = ROOT_INIT
@@ -65,12 +68,15 @@ def contents() -> dict[str, str]:
 
 
 def digest(texts: dict[str, str]) -> str:
-    """Eight hexadecimal digits that change with any of the texts."""
+    """Return eight hexadecimal digits of a hash of all texts."""
     return hashlib.sha256(json.dumps(sorted(texts.items())).encode()).hexdigest()[:8]
 
 
 def _general() -> dict:
-    """The section of that name in build.toml, whose values are all JSON, too. (tomllib came with Python 3.11.)"""
+    """Return the section "general" of build.toml.
+
+    Its values are valid JSON, so Python 3.10, which has no tomllib, can read them.
+    """
     section = (HUB / "build.toml").read_text(encoding="utf-8").split("[general]")[1].split("\n[")[0]
     return {name: json.loads(value) for name, value in re.findall(r"^([\w-]+) = (.+)$", section, re.MULTILINE)}
 
@@ -80,9 +86,9 @@ def _name() -> str:
 
 
 def make(folder: Path) -> None:
-    """Write the repository into `folder`, which must not exist or be empty."""
+    """Write the repository into `folder`. Raises FileExistsError if the folder has files."""
     if folder.exists() and any(folder.iterdir()):
-        raise FileExistsError(f"folder: got {folder}, which holds files, expected a new one")
+        raise FileExistsError(f"folder: got {folder}, which has files, expected a new or empty folder")
     general, texts = _general(), contents()
     _write(folder / EXTENSION / _name(), texts)
     for backend in general["backends"]:

@@ -1,4 +1,4 @@
-"""The command line, one file a command: sage-processors demo | report | doctor | warm-up | calibrate | bench.
+"""Command line of sage-processors: demo, report, doctor, warm-up, calibrate and bench.
 
-May import everything; nothing imports it.
+May import everything. Nothing else in the package imports it.
 """

@@ -1,4 +1,4 @@
-"""`python -m sage_processors.cli`: the same as the command sage-processors."""
+"""Run the command sage-processors as `python -m sage_processors.cli`."""
 
 from .main import main
 

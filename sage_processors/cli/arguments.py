@@ -1,31 +1,73 @@
-"""What the examples ask of their arguments: the checks of the commands, answered as the commands do, in one line."""
+"""Command line parsing with errors in one line, for the commands and the scripts in examples/.
+
+Wrong input ends with one line on stderr and exit code 2, without usage, box or traceback.
+"""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import typer
+from typer.core import TyperGroup
 
 from .checks import check_file, check_picture, refusing
 
 
+class OneLineErrors(TyperGroup):
+    """Group of commands that reports wrong input in one line on stderr, with exit code 2."""
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        windows_expand_args: bool = True,
+        **extra: Any,
+    ) -> Any:
+        """Run as click's own `main`, but without usage, hint and box around an error message."""
+        if not standalone_mode:
+            return super().main(args, prog_name, complete_var, False, windows_expand_args, **extra)
+        try:
+            code = super().main(args, prog_name, complete_var, False, windows_expand_args, **extra)
+        except typer.Abort:
+            typer.echo("Aborted.", err=True)
+            code = 1
+        except Exception as error:
+            if not hasattr(error, "format_message"):  # not one of click's errors, such as typer.BadParameter
+                raise
+            said = " ".join(error.format_message().split())
+            context = getattr(error, "ctx", None)
+            if not said or type(error).__name__ == "NoArgsIsHelpError":  # no arguments: show the help
+                error.show()  # type: ignore[attr-defined]
+            else:
+                where = f" ({context.command_path} --help)" if context is not None else ""
+                typer.echo(f"Error: {said}{where}", err=True)
+            code = error.exit_code  # type: ignore[attr-defined]
+        sys.exit(code if isinstance(code, int) else 0)
+
+
 class OneLineParser(argparse.ArgumentParser):
-    """An argument parser of a script: `description` is shown as it is written, mistakes are one line, exit code 2."""
+    """Argument parser of a script that reports wrong input in one line, with exit code 2.
+
+    The help shows `description` with its line breaks.
+    """
 
     def __init__(self, description: str | None) -> None:
         super().__init__(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
 
     def error(self, message: str) -> NoReturn:
-        """End with this message."""
+        """End the script with this message in one line and exit code 2."""
         self.exit(2, f"Error: {' '.join(message.split())} ({self.prog} --help)\n")
 
     @contextmanager
     def loading(self, name: str) -> Iterator[None]:
-        """Whatever goes wrong with loading the model `name` ends the script in one line."""
+        """End the script with one line if the model `name` can't be loaded within this context."""
         try:
             with refusing(name):
                 yield
@@ -34,7 +76,7 @@ class OneLineParser(argparse.ArgumentParser):
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """What a pipeline or a model says of its inputs, a ValueError, ends the script in one line."""
+        """End the script with one line for a ValueError in this context, such as a pipeline's."""
         try:
             yield
         except ValueError as error:
@@ -42,7 +84,7 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def at_least(least: int) -> Callable[[str], int]:
-    """`type=` of an argument that is a whole number, `least` or more, and an int64."""
+    """Return a `type=` for an argument that is an int64 of `least` or more."""
 
     def number(text: str) -> int:
         found = int(text)
@@ -54,17 +96,17 @@ def at_least(least: int) -> Callable[[str], int]:
 
 
 def picture(text: str) -> Path:
-    """`type=` of a picture to write."""
+    """Return the path of a picture to write, as the `type=` of an argument."""
     return _checked(text, check_picture)
 
 
 def gif(text: str) -> Path:
-    """`type=` of a GIF to write."""
+    """Return the path of a GIF to write, as the `type=` of an argument."""
     return _checked(text, lambda path: check_file(path, "--output", ".gif"))
 
 
 def json_file(text: str) -> Path:
-    """`type=` of a JSON file to write."""
+    """Return the path of a JSON file to write, as the `type=` of an argument."""
     return _checked(text, lambda path: check_file(path, "--output", ".json"))
 
 

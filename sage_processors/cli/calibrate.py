@@ -1,4 +1,4 @@
-"""The commands of fidelity: `calibrate`, `bench rules` and `bench transfer`; main.py adds them to the command line."""
+"""Commands `calibrate`, `bench rules` and `bench transfer`. main.py adds them to the command line."""
 
 from __future__ import annotations
 
@@ -17,17 +17,24 @@ from ..evaluation import hard_variants, metrics, quality
 from ..option_groups import Linears
 from ..options import SageAttnProcessor
 from . import loading
-from .as_json import JsonOption, answer, quality_data
 from .checks import check_csv, check_file, float32_settings_kept
 from .loading import (
+    BatchOption,
+    CsvOption,
     DeviceOption,
     DtypeOption,
+    ImagesOption,
+    JsonOption,
     PipelineOption,
+    SeedOption,
+    StepsOption,
+    answer,
     clip_arguments,
     console,
     example_prompts,
     fail,
     own_dtype,
+    quality_data,
     quality_table,
     quiet_diffusers,
     refuse_idle,
@@ -35,7 +42,8 @@ from .loading import (
 )
 
 
-# Ways to make INT8 harder that leave exact attention as it is, by the name of the case: {pipeline}_{name}/{scaling}.
+# Changes of a model that make INT8 harder but leave 16-bit attention's result as it is. Cases are named
+# {pipeline}_{name}/{scaling}.
 HARD = {
     "": lambda denoiser: contextlib.nullcontext(),
     "hard_a16": lambda denoiser: hard_variants.inject_outliers(denoiser, 16.0, 2),
@@ -43,24 +51,23 @@ HARD = {
     "hard_a256": lambda denoiser: hard_variants.inject_outliers(denoiser, 256.0, 2),
     "hard_k30": lambda denoiser: hard_variants.bias_keys(30.0),
 }
-# What two ways of scaling are compared by, pair by pair: field of Quality -> (what it is, what the pairs are).
+# Figures by which two scalings are compared pair by pair: field of Quality -> (name of the figure, unit of a pair).
 COMPARED = {"psnr_db": ("PSNR", "seed"), "attention_sqnr_db": ("attention's SQNR", "batch")}
-# The bootstrap's interval lies between the least and the largest difference, and can't hold 0 where all point one way.
-# Equal rules do that by chance in one of 2^(n - 1) sets of n pairs: only from 6 pairs on in less than 5 %.
+# The bootstrap's interval lies between the smallest and the largest difference, so it does not contain 0 if all have
+# the same sign. With equal rules and n pairs, this happens by chance once in 2^(n - 1): below 5 % from 6 pairs on.
 LEAST_PAIRS = 6
 
-ImagesOption = Annotated[int, typer.Option(min=1, help="Pictures.")]
-StepsOption = Annotated[int, typer.Option(min=1, help="Denoising steps.")]
-BatchOption = Annotated[int, typer.Option(min=1, help="Pictures per pipeline call.")]
-SeedOption = Annotated[int, typer.Option(min=0, help="Seed of the first picture.")]
 HardOption = Annotated[
-    list[str], typer.Option(help=f"Only these variants; {', '.join(filter(None, HARD))}, or plain.")
+    list[str],
+    typer.Option(help=f"Measure on this variant of the model: plain, {', '.join(filter(None, HARD))}. Repeatable."),
 ]
-CsvOption = Annotated[Path | None, typer.Option(help="results.csv to append to.")]
 
 
 def _options(pipeline: str, linears: list[str] | None = None) -> SageAttnProcessor:
-    """The defaults; at the few tokens and channels of an embedded pipeline they would leave all of it exact."""
+    """Return the default options, with smaller limits for an embedded pipeline.
+
+    It has so few tokens and channels that the default limits would keep all of it in 16 bit.
+    """
     is_small = pipeline in pipelines.names()
     return SageAttnProcessor(
         min_tokens=quality.MIN_TOKENS if is_small else None,
@@ -69,9 +76,9 @@ def _options(pipeline: str, linears: list[str] | None = None) -> SageAttnProcess
 
 
 def case_label(name: str, pipe) -> str:
-    """First part of a results' case: the pipeline's name, and its dtype where that is not the device's own.
+    """Return the first part of a result's case: the pipeline's name, and a dtype other than the default.
 
-    results.csv has no column for it, and in its tables rows of one dtype must not replace those of another.
+    results.csv has no column for the dtype, and in its tables rows of one dtype must not replace those of another.
     """
     dtype = "" if pipe.dtype == own_dtype(pipe.device) else f"_{pipe.dtype}".replace("torch.", "")
     return Path(name).name + dtype
@@ -80,30 +87,48 @@ def case_label(name: str, pipe) -> str:
 @float32_settings_kept()
 def calibrate_policy(
     pipeline: PipelineOption = "tiny_sd",
-    target_psnr: Annotated[float | None, typer.Option(help="Mean PSNR against stock attention, dB.")] = None,
-    max_attention_error: Annotated[float | None, typer.Option(help="Relative L2 of every layer's attention.")] = None,
-    scaling: Annotated[list[str], typer.Option(help="To try; may be repeated.")] = ["timestep", "per_block"],  # noqa: B006
-    recipe: Annotated[list[str] | None, typer.Option(help="To try; may be repeated. The default one if none.")] = None,
+    target_psnr: Annotated[float | None, typer.Option(help="The budget: least mean PSNR against stock, dB.")] = None,
+    max_attention_error: Annotated[
+        float | None, typer.Option(help="The budget: largest relative L2 error of a layer's attention.")
+    ] = None,
+    scaling: Annotated[list[str], typer.Option(help="A scaling to try. Repeatable.")] = ["timestep", "per_block"],  # noqa: B006
+    recipe: Annotated[
+        list[str] | None, typer.Option(help="A recipe to try. Repeatable. Default: qk_int8_pv_bf16 alone.")
+    ] = None,
     linears: Annotated[
-        list[str] | None, typer.Option(help="Formats to try for linear layers, int8 or fp8; may be repeated.")
+        list[str] | None, typer.Option(help="A format to try for linear layers: int8 or fp8. Repeatable.")
     ] = None,
     skip_limit: Annotated[
-        list[float] | None, typer.Option(help='Limits to try for skip="temporal", 0 to 1; may be repeated.')
+        list[float] | None, typer.Option(help="A limit to try for skipped key tiles, 0 to 1. Repeatable.")
     ] = None,
     images: ImagesOption = 8,
     steps: StepsOption = 25,
     batch: BatchOption = 8,
     seed: SeedOption = 2000,
-    hard: Annotated[str, typer.Option(help=f"Calibrate a harder variant: {', '.join(filter(None, HARD))}.")] = "",
-    output: Annotated[Path, typer.Option(help="The policy to write, .json.")] = Path("sage_policy.json"),
-    state: Annotated[Path | None, typer.Option(help="Where to keep what was measured, to go on later; .json.")] = None,
-    cost: Annotated[str, typer.Option(help="counted, measured or auto.")] = "auto",
+    hard: Annotated[
+        str, typer.Option(help=f"Calibrate a variant that is harder in INT8: {', '.join(filter(None, HARD))}.")
+    ] = "",
+    output: Annotated[Path, typer.Option(help="The policy file to write, .json.")] = Path("sage_policy.json"),
+    state: Annotated[
+        Path | None, typer.Option(help="A file for the measurements, .json. A later calibration goes on from it.")
+    ] = None,
+    cost: Annotated[
+        str,
+        typer.Option(
+            help="How to rate speed: counted (operations and bytes), measured (on this machine), or auto (measured "
+            "on a GPU)."
+        ),
+    ] = "auto",
     csv: CsvOption = None,
     device: DeviceOption = "auto",
     dtype: DtypeOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Find the fastest attention that meets a quality budget. The exit code is 1 if none does."""
+    """Find the fastest options that meet a quality budget, and write them to a policy file.
+
+    The budget is either --target-psnr or --max-attention-error.
+    The exit code is 1 if no options meet it.
+    """
     variants = _variants([hard or "plain"])
     check_file(output, "--output", ".json")
     check_file(state, "--state", ".json")
@@ -127,7 +152,7 @@ def calibrate_policy(
         said["policy"] = str(output.resolve())
         console.print(f"Policy: {output.resolve()}", soft_wrap=True, markup=False, highlight=False)
         if csv is not None:
-            fresh = [number + (found.result["looks"] + 1) * HELD_OUT for number in seeds]  # seeds that decided nothing
+            fresh = [number + (found.result["looks"] + 1) * HELD_OUT for number in seeds]  # seeds new to the search
             size: dict[str, Any] = {"steps": steps, "batch": batch, "arguments": arguments}
             variant = quality.Variant(quality.POLICY, found.config)
             drawn = quality.evaluate(pipe, prompts, fresh, [variant], **size)[quality.POLICY]
@@ -147,16 +172,19 @@ def rules(
     batch: BatchOption = 8,
     seed: SeedOption = 1000,
     hard: HardOption = ["plain", "hard", "hard_a16", "hard_a256", "hard_k30"],  # noqa: B006
-    variant: Annotated[list[str] | None, typer.Option(help="Only these rules; may be repeated.")] = None,
+    variant: Annotated[
+        list[str] | None, typer.Option(help="Measure only this scaling rule. Repeatable. Default: all.")
+    ] = None,
     csv: CsvOption = None,
     device: DeviceOption = "auto",
     dtype: DtypeOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """PSNR, SSIM and attention's own error of every scaling rule, on the plain and the harder variants.
+    """Compare the scaling rules by PSNR, SSIM and attention's SQNR, on plain and harder models.
 
-    Two rules differ if the interval of their paired differences, of 6 pairs or more, does not hold 0. Pictures are
-    paired seed by seed; attention's SQNR batch by batch, so a smaller --batch gives it more pairs.
+    Two rules differ if the 95 % interval of their paired differences excludes 0.
+    This needs 6 pairs or more. Pictures are paired by seed.
+    Attention's SQNR is paired by batch: a smaller --batch gives it more pairs.
     """
     known = quality.study_variants()
     if unknown := sorted(set(variant or ()) - {v.name for v in known}):
@@ -174,17 +202,17 @@ def rules(
             with steps_bar(label, steps * calls) as tick, harder(_denoiser(pipe)):
                 size: dict[str, Any] = {"steps": steps, "batch": batch, "arguments": clip_arguments(pipeline)}
                 results = quality.evaluate(pipe, prompts, seeds, chosen, on_step=tick, probe=True, **size)
-            # timestep runs the first step of each batch dynamic; rules with a frozen table never do, nor timestep_warm
+            # two baselines: timestep has no plan in the first step of a batch, unlike timestep_warm and frozen tables
             found[label] = _record(pipe, label, list(results.values()), csv, ("timestep", "timestep_warm"))
 
 
 @float32_settings_kept()
 def transfer(
     pipeline: PipelineOption = "tiny_sd",
-    source: Annotated[str, typer.Option(help="Scheduler to learn with, CLASS:STEPS or CLASS:STEPS:shift=S.")] = (
+    source: Annotated[str, typer.Option(help="The scheduler to learn with: CLASS:STEPS or CLASS:STEPS:shift=S.")] = (
         "DDIMScheduler:50"
     ),
-    target: Annotated[list[str], typer.Option(help="Schedulers to run with; may be repeated.")] = [  # noqa: B006
+    target: Annotated[list[str], typer.Option(help="A scheduler to run with, in the same form. Repeatable.")] = [  # noqa: B006
         "DPMSolverMultistepScheduler:20",
         "EulerDiscreteScheduler:20",
     ],
@@ -196,7 +224,11 @@ def transfer(
     dtype: DtypeOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """What a table of scales loses with another scheduler than it was learnt with: own table, and transferred."""
+    """Measure how much quality a scale table loses with a scheduler other than its own.
+
+    Learns a table with the --source scheduler.
+    Compares it with a table learnt with each --target scheduler.
+    """
     check_csv(csv)
     pipe = loading.load_pipeline(pipeline, device, dtype)
     (learn, steps), *_ = schedulers = [_scheduler(pipe, text) for text in (source, *target)]
@@ -205,7 +237,7 @@ def transfer(
         table = Path(folder) / "table.safetensors"
         pipe.scheduler = learn
         with pipe.set_attn_processor(config) as handle, steps_bar(f"learning with {source}", steps) as tick:
-            others = [quality.WARM_UP_SEED + i for i in range(len(prompts[:batch]))]  # as many as the own table saw
+            others = [quality.WARM_UP_SEED + i for i in range(len(prompts[:batch]))]  # as many as its own table sees
             quality.generate(pipe, prompts[:batch], others, steps=steps, on_step=tick, **arguments)
             handle.save_scales(table)
         variants = (
@@ -234,18 +266,18 @@ def _denoiser(pipe):
 
 
 def _scheduler(pipe, text: str):
-    """(scheduler, steps) of "CLASS:STEPS" or "CLASS:STEPS:shift=S"."""
+    """Return (scheduler, steps) of a text "CLASS:STEPS" or "CLASS:STEPS:shift=S"."""
     name, steps, *more = text.split(":")
     cls = getattr(quiet_diffusers(), name, None)
     if cls is None or not steps.isdigit() or len(more) > 1 or not all(x.startswith("shift=") for x in more):
         raise typer.BadParameter(f"{text!r}: expected a scheduler of diffusers as CLASS:STEPS or CLASS:STEPS:shift=S")
-    # a fixed shift instead of the one that FLUX computes from the picture's size
+    # a fixed shift, instead of the one that FLUX computes from the picture's size
     options = {"shift": float(more[0].removeprefix("shift=")), "use_dynamic_shifting": False} if more else {}
     return cls.from_config(pipe.scheduler.config, **options), int(steps)
 
 
 def _record(pipe, label: str, results, csv: Path | None, baselines) -> dict[str, Any]:
-    """Print, append to `csv`, and return as data: the results, and what they differ from each baseline by."""
+    """Print results and their differences from each baseline, append to `csv`, and return both as data."""
     data: dict[str, Any] = {"results": [quality_data(result) for result in results], "differences": []}
     console.print(quality_table(label, results))
     refuse_idle(results)
@@ -262,13 +294,16 @@ def _record(pipe, label: str, results, csv: Path | None, baselines) -> dict[str,
 
 
 def _compared(results, baseline: str, field: str) -> list[dict[str, Any]]:
-    """One of COMPARED over that of the baseline, of the same seeds: mean, 95 % interval, and what it says."""
+    """Return one row per result with its mean paired difference from the baseline, and a verdict.
+
+    Rows also have the 95 % interval of the difference. field: a key of COMPARED.
+    """
     base = getattr(next(result for result in results if result.name == baseline), field)
     rows = []
     for result in results:
         values = getattr(result, field)
         if result.name == baseline or not (values and base and result.is_ours):
-            continue  # nothing ran in INT8: nothing was measured
+            continue  # the baseline itself, or nothing ran in INT8
         found = metrics.paired_interval(values, base)
         largest = max((a - b for a, b in zip(values, base, strict=True)), key=abs)
         verdict = "better" if found.low > 0 else "worse" if found.high < 0 else "no difference shown"
@@ -279,7 +314,7 @@ def _compared(results, baseline: str, field: str) -> list[dict[str, Any]]:
 
 
 def _differences(results, baseline: str, field: str) -> Table:
-    """What `_compared` found, as a table."""
+    """Return the rows of `_compared` as a table."""
     what, pair = COMPARED[field]
     table = Table(title=f"{what} minus that of {baseline}, paired by {pair}", title_justify="left")
     for name in ("scaling", "mean, dB", "95 % interval", "largest", "that is"):

@@ -1,4 +1,4 @@
-"""What the commands do before and after their work: outputs are tried first, settings of the process are put back."""
+"""Checks before a command's work, such as of its output files, and settings to restore after it."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from ..files.whole_file import check_output, whole_file
 
 
 def check_csv(path: Path | None) -> None:
-    """Refuse a --csv that no row could be appended to."""
+    """Raise typer.BadParameter if no row can be appended to the file of --csv."""
     if path is not None:
         _refuse(check_appendable, path, "--csv")
 
 
 def check_file(path: Path | None, option: str, suffix: str) -> None:
-    """Refuse an output of another suffix, or where nothing can be written."""
+    """Raise typer.BadParameter if the file of an option has another suffix or can't be written."""
     if path is not None:
         if path.suffix != suffix:
             raise typer.BadParameter(f"{path.name}: expected a name that ends in {suffix}", param_hint=option)
@@ -32,14 +32,14 @@ def check_file(path: Path | None, option: str, suffix: str) -> None:
 
 
 def check_picture(path: Path) -> None:
-    """Refuse an --output that is no picture's, or where nothing can be written."""
+    """Raise typer.BadParameter if the --output is not the name of a picture or can't be written."""
     if _picture_format(path) is None:
         raise typer.BadParameter(f"{path.name}: expected a picture's name, such as x.png", param_hint="--output")
     _refuse(check_output, path, "--output")
 
 
 def save_picture(picture, path: Path) -> None:
-    """Write a PIL picture that `check_picture` let through."""
+    """Write a PIL picture to a path that passed `check_picture`."""
     with whole_file(path) as file:
         picture.save(file, format=_picture_format(path))
 
@@ -55,10 +55,11 @@ def _picture_format(path: Path) -> str | None:
 
 @contextmanager
 def refusing(name: str, option: str | None = None) -> Iterator[None]:
-    """Loading the model `name`: whatever is wrong with it is a message of one line, not a traceback.
+    """Turn any error while the model `name` is loaded into typer.BadParameter, a message of one line.
 
-    Libraries raise anything for missing, broken or foreign files; a package that is not installed is none of it. What
-    they warn and log meanwhile is left out: names of options that one of them has renamed, and the error once more.
+    Libraries raise errors of many types for missing, broken or foreign files. ImportError passes through, as it names
+    a missing package. Warnings and log messages of the libraries are hidden meanwhile, as they are about renamed
+    options or repeat the error.
     """
     loggers = [logging.getLogger(library) for library in ("diffusers", "transformers", "huggingface_hub")]
     levels = [logger.level for logger in loggers]
@@ -88,16 +89,19 @@ def _refuse(check, path: Path, option: str) -> None:
 
 @contextmanager
 def float32_settings_kept() -> Iterator[None]:
-    """TensorFloat-32 in convolutions is, afterwards, as it was: who calls a command in his process keeps his own."""
+    """Restore cuDNN's fp32 precision settings afterwards.
+
+    For callers of a command as a function, in a process with settings of its own.
+    """
     cudnn: Any = torch.backends.cudnn
     each = cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision
     try:
         both = cudnn.allow_tf32
-    except RuntimeError:  # they differ: only the settings of each operator say what holds
+    except RuntimeError:  # the settings of the operators differ, so there is no common one
         both = None
     try:
         yield
     finally:
-        if both is not None:  # also what the settings of each operator don't show
+        if both is not None:  # has effects beyond the settings of the operators
             cudnn.allow_tf32 = both
         cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision = each

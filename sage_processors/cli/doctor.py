@@ -1,6 +1,6 @@
-"""What `sage-processors doctor` looks at: versions, the kernels of this machine, their results, Triton's cache.
+"""Checks of the command `doctor`: versions, this machine's kernels, their results, Triton's cache.
 
-Needs torch alone; `show` also needs rich. It reads and never changes anything.
+Needs only torch. `show` also needs rich. It changes nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .self_test import self_test, summary
 
 
 PACKAGES = ("triton", "diffusers", "transformers", "accelerate", "safetensors")
-HEAD_DIMS = (64, 128, 256)  # one of each width that the kernels tell apart
+HEAD_DIMS = (64, 128, 256)  # one for each width for which the kernels differ
 NETWORK_FILE_SYSTEMS = (
     "9p afs beegfs ceph cifs fuse.ceph fuse.glusterfs fuse.s3fs fuse.sshfs gfs2 glusterfs gpfs lustre ncpfs nfs nfs4 "
     "ocfs2 smb3 smbfs wekafs"
@@ -34,9 +34,10 @@ NETWORK_FILE_SYSTEMS = (
 
 
 def examine(device: torch.device) -> dict:
-    """Everything that the command prints, as data for JSON. `passed` is that of the self-test alone.
+    """Run all checks, and return the results as data for JSON.
 
-    Fit for a public issue: the home folder is "~", and who runs it is "you".
+    `passed` is the result of the self-test alone. The data can be posted in public: the home folder is "~" and the
+    current user is "you".
     """
     began = time.perf_counter()
     outcomes = self_test(device)
@@ -57,7 +58,7 @@ def examine(device: torch.device) -> dict:
 
 
 def _without_home(found):
-    """The same data with "~" for the home folder, wherever a text names it."""
+    """Return the data with "~" in place of the home folder in all texts."""
     if isinstance(found, dict):
         return {name: _without_home(value) for name, value in found.items()}
     if isinstance(found, list):
@@ -70,7 +71,7 @@ def _without_home(found):
 
 
 def environment() -> dict[str, str | None]:
-    """Versions; None for what is not installed."""
+    """Return versions of Python, the system and packages. A package that is not installed has None."""
     found: dict[str, str | None] = {"python": platform.python_version(), "system": platform.platform()}
     found["sage_processors"] = __version__
     found["torch"] = torch.__version__
@@ -83,7 +84,7 @@ def environment() -> dict[str, str | None]:
 
 
 def device_facts(device: torch.device) -> dict[str, str | None]:
-    """Name, compute capability, driver and CUDA (or ROCm) version of the device that attention would run on."""
+    """Return the device's name, compute capability, driver, and CUDA or ROCm version."""
     if device.type != "cuda":
         return {"name": f"{device.type}, no GPU" if not torch.cuda.is_available() else device.type}
     facts = {"name": torch.cuda.get_device_name(device), "cuda": torch.version.cuda, "rocm": torch.version.hip}
@@ -105,7 +106,7 @@ def _driver() -> str | None:
 
 
 def kernels(device: torch.device) -> list[dict]:
-    """Which kernel would run for each head dim and scaling, with its tile; `problem` where none can."""
+    """Return one row per head_dim and scaling: kernel and tile, or the `problem` if no kernel can run."""
     if device.type != "cuda":
         return [{"head_dim": None, "scaling": None, "kernel": "reference (CPU)", "tile": None, "problem": ""}]
     rows = []
@@ -113,26 +114,29 @@ def kernels(device: torch.device) -> list[dict]:
         for scaling in (*SCALINGS, "planned"):
             row = {"head_dim": head_dim, "scaling": scaling, "kernel": None, "tile": None, "problem": ""}
             try:
-                # by name: this package doesn't import triton, nor what does, until a kernel is about to run
+                # by name, because no file of this package may import triton or a module that imports it
                 primitives = importlib.import_module("sage_kernels._triton.primitives")
                 launcher = importlib.import_module("sage_kernels._triton.attention.launch")
                 tile = launcher.device_tile(device, primitives.head_width(head_dim), scaling)
                 row |= {"kernel": tile.kernel, "tile": tile._asdict()}
-            except Exception as error:  # whatever is wrong with this machine is the answer
+            except Exception as error:  # any problem of this machine is a result
                 row["problem"] = summary(error)
             rows.append(row)
     return rows
 
 
 def triton_cache() -> Path:
-    """Where Triton keeps compiled kernels in this environment (triton/knobs.py; read here without importing it)."""
+    """Return the folder of Triton's compiled kernels, by the rules of triton/knobs.py."""
     chosen = os.environ.get("TRITON_CACHE_DIR")
     home = os.environ.get("TRITON_HOME") or Path.home()
     return Path(chosen) if chosen else Path(home) / ".triton" / "cache"
 
 
 def examine_cache(folder: Path) -> dict:
-    """Who may put code into `folder`: its owner, mode and file system, and what is wrong with them."""
+    """Return owner, mode and file system of Triton's cache, with warnings if others can put code there.
+
+    Triton loads machine code from its cache without a check.
+    """
     folder = folder.absolute()
     facts = {"path": str(folder), "exists": folder.is_dir(), "owner": None, "mode": None, "file_system": None}
     warnings = []
@@ -143,9 +147,9 @@ def examine_cache(folder: Path) -> dict:
     if facts["file_system"] in NETWORK_FILE_SYSTEMS:
         warnings.append(
             f"{there} is on a network file system ({facts['file_system']}): slow, and unsafe when processes compile "
-            "at the same time; set TRITON_CACHE_DIR to a local folder of yours"
+            "at the same time; set TRITON_CACHE_DIR to a local folder of your own"
         )
-    if hasattr(os, "getuid"):  # POSIX; Windows has no modes to speak of
+    if hasattr(os, "getuid"):  # POSIX; Windows has no such modes
         if facts["exists"]:
             facts |= {"owner": _owner(there), "mode": f"{stat.S_IMODE(there.stat().st_mode):04o}"}
         warnings += [
@@ -167,23 +171,23 @@ def _owner(place: Path) -> str:
 
 
 def _open_to_others(place: Path, is_cache: bool) -> list[str]:
-    """Ways for another user to put files of theirs into `place`, or a folder of theirs in the place of one in it."""
+    """Return warnings if another user can add files to the folder `place`, or replace folders in it."""
     status = place.stat()
     problems = []
     if status.st_uid not in (os.getuid(), 0):
         problems.append(f"{place} belongs to {_owner(place)}, who can put code there that your processes run")
     who = [name for name, bit in (("group", stat.S_IWGRP), ("others", stat.S_IWOTH)) if status.st_mode & bit]
-    # in a sticky folder such as /tmp, only owners move or remove things; new files anybody may make
+    # in a sticky folder such as /tmp, anybody can add files, but only their owners can move or remove them
     if who and (is_cache or not status.st_mode & stat.S_ISVTX):
         problems.append(
             f"{place} is writable by {' and '.join(who)}, who can put code there that your processes run; "
-            "chmod go-w, or set TRITON_CACHE_DIR to a folder of yours"
+            "chmod go-w, or set TRITON_CACHE_DIR to a folder of your own"
         )
     return problems
 
 
 def file_system(place: Path) -> str | None:
-    """Type of the file system that `place` is on, where Linux tells; None elsewhere."""
+    """Return the type of the file system of `place` on Linux; None on other systems."""
     try:
         lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     except OSError:
@@ -202,7 +206,7 @@ def file_system(place: Path) -> str | None:
 
 
 def show(found: dict, console) -> None:
-    """Print what `examine` found with rich."""
+    """Print the results of `examine` with rich."""
     from rich.table import Table
 
     facts = Table(title="This machine", title_justify="left", show_header=False)
@@ -214,16 +218,16 @@ def show(found: dict, console) -> None:
         console.print("Without triton, attention runs on the CPU only: pip install triton", markup=False)
     if found["environment"]["diffusers"] is None:
         console.print(
-            'Without diffusers there is the op alone: pip install "sage-processors[diffusers]"', markup=False
+            'Without diffusers only the attention op works: pip install "sage-processors[diffusers]"', markup=False
         )
 
-    chosen = Table("head dim up to", "scaling", "kernel", "tile", title="Kernels", title_justify="left")
+    chosen = Table("head_dim up to", "scaling", "kernel", "tile", title="Kernels", title_justify="left")
     for row in found["kernels"]:
         tile = row["tile"] and "{block_m} x {block_n}, {num_warps} warps, {num_stages} stages".format(**row["tile"])
         chosen.add_row(str(row["head_dim"] or "any"), row["scaling"] or "any", row["kernel"] or row["problem"], tile)
     console.print(chosen)
 
-    title = f"Self-test against exact attention, {found['self_test_seconds']:.1f} s"
+    title = f"Self-test against attention in fp64, {found['self_test_seconds']:.1f} s"
     tested = Table("recipe", "scaling", "case", title=title, title_justify="left")
     for name in ("worst head, dB", "at least, dB", ""):
         tested.add_column(name, justify="right")

@@ -1,4 +1,4 @@
-"""The command `sage-processors bench language`: perplexity and greedy text with INT8 attention and an INT8 cache."""
+"""The command `bench language`: perplexity and greedy text with INT8 attention and an INT8 KV cache."""
 
 from __future__ import annotations
 
@@ -12,30 +12,31 @@ from rich.table import Table
 import sage_kernels
 
 from ..evaluation import language
-from .as_json import JsonOption, answer
 from .checks import check_csv, refusing
-from .loading import DeviceOption, console, torch_device
+from .loading import CsvOption, DeviceOption, JsonOption, RecipeOption, answer, console, torch_device
 
 
 def bench_language(
-    model: Annotated[str, typer.Option(help="Embedded: tiny_lm; or a folder or name on the Hub.")] = "tiny_lm",
-    windows: Annotated[int, typer.Option(min=1, help="Windows of held-out text.")] = 64,
-    context: Annotated[int, typer.Option(min=2, help="Tokens per window.")] = 512,
-    prefill: Annotated[int, typer.Option(min=1, help="Tokens of a window before the cache is read.")] = 64,
-    chunk: Annotated[int, typer.Option(min=1, help="Tokens per call that reads the cache.")] = 1,
-    prompts: Annotated[int, typer.Option(min=1, help="Prompts that are continued greedily.")] = 64,
-    prompt_tokens: Annotated[int, typer.Option(min=2, help="Tokens per prompt.")] = 128,
-    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens written per prompt.")] = 256,
-    batch: Annotated[int, typer.Option(min=1, help="Windows, or prompts, per call.")] = 16,
-    chat: Annotated[bool, typer.Option("--chat", help="Dialogues in the model's own chat template.")] = False,
-    recipe: Annotated[str, typer.Option(help="Number formats of the two matmuls.")] = sage_kernels.DEFAULT_RECIPE,
-    csv: Annotated[Path | None, typer.Option(help="results.csv to append to.")] = None,
+    model: Annotated[str, typer.Option(help="The embedded tiny_lm, a folder, or a name on the Hub.")] = "tiny_lm",
+    windows: Annotated[int, typer.Option(min=1, help="The number of pieces of held-out text for perplexity.")] = 64,
+    context: Annotated[int, typer.Option(min=2, help="Tokens in a piece of text.")] = 512,
+    prefill: Annotated[int, typer.Option(min=1, help="Tokens of a piece that are prefilled.")] = 64,
+    chunk: Annotated[int, typer.Option(min=1, help="Tokens in each later call, which reads the KV cache.")] = 1,
+    prompts: Annotated[int, typer.Option(min=1, help="The number of prompts to continue greedily.")] = 64,
+    prompt_tokens: Annotated[int, typer.Option(min=2, help="Tokens in a prompt.")] = 128,
+    new_tokens: Annotated[int, typer.Option(min=1, help="New tokens after each prompt.")] = 256,
+    batch: Annotated[int, typer.Option(min=1, help="Pieces of text, or prompts, in one call.")] = 16,
+    chat: Annotated[bool, typer.Option("--chat", help="Use dialogues in the model's own chat template.")] = False,
+    recipe: RecipeOption = sage_kernels.DEFAULT_RECIPE,
+    csv: CsvOption = None,
     device: DeviceOption = "auto",
     as_json: JsonOption = False,
 ) -> None:
-    """Perplexity and greedy text of a language model: INT8 attention and INT8 cache against stock attention.
+    """Compare a language model's perplexity and greedy text in INT8 with stock attention.
 
-    The text is plain, through the model's own tokenizer; tiny_lm reads dialogues in the markup that it was trained on.
+    Runs stock attention, then INT8 attention, then an INT8 KV cache.
+    The model's own tokenizer reads plain text.
+    tiny_lm reads dialogues in the markup of its training data.
     """
     check_csv(csv)
     if recipe not in sage_kernels.RECIPES:
@@ -50,7 +51,7 @@ def bench_language(
                     loaded, text, starts, new_tokens=new_tokens, recipe=recipe, prefill=prefill, chunk=chunk,
                     batch=batch,
                 )  # fmt: skip
-        except ValueError as error:  # what language says of numbers that do not fit the model or the text
+        except ValueError as error:  # numbers that do not fit the model or the text
             raise typer.BadParameter(str(error)) from error
         found |= {name: result_data(result) for name, result in results.items()}
         console.print(results_table(model, results))
@@ -63,14 +64,14 @@ def bench_language(
 
 
 def result_data(result: language.Result) -> dict[str, Any]:
-    """A way of running the model as data: everything but the tokens."""
+    """Return one way to run the model as data, without its tokens."""
     names = ("recipe", "ratio", "ratio_error", "first", "margin", "identical", "kv_bytes_per_token")
     data = {name: getattr(result, name) for name in (*names, "int8_calls", "cache_calls", "exact")}
     return data | {"perplexity": result.perplexity.value}
 
 
 def results_table(name: str, results: dict[str, language.Result]) -> Table:
-    """One row per way of running the model."""
+    """Return a table with one row for each way to run the model."""
     stock = results["stock"]
     text, written = len(stock.perplexity.losses), tuple(stock.tokens.shape)
     title = f"{name}: {text} windows of held-out text, {written[0]} prompts continued by {written[1]} tokens"
@@ -99,7 +100,7 @@ def results_table(name: str, results: dict[str, language.Result]) -> Table:
 
 
 def differences(result: language.Result) -> str:
-    """Where texts leave stock's, and how sure stock was of its token there; empty if none does."""
+    """Return a line with each text's first different token and stock's lead there; "" if all are equal."""
     found = [(place, lead) for place, lead in zip(result.first, result.margin, strict=True) if place is not None]
     listed = ", ".join(f"{place} ({lead:.3f})" for place, lead in sorted(found))
     return f"{result.name}: first token that is not stock's, and stock's lead there in nats: {listed}" if found else ""

@@ -1,4 +1,4 @@
-"""What the commands share: loading pipelines, prompts, options with one meaning everywhere, tables and messages."""
+"""Shared code of the commands: options, JSON output, prompts, loading of models, and messages."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import importlib
 import json
 import re
 import sys
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -16,31 +18,73 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+import sage_kernels
+
 from .. import pipelines
+from ..files.strict_json import plain_data
+from ..option_groups import SCALINGS
 from ..reporting.layer_report import NOTHING_RAN
 from .checks import refusing
 
 
 DTYPES = ("bfloat16", "float16", "float32")
-# a file or a pipe has no width of its own, and tables of measurements have many columns
+# a file or a pipe has no width, and tables of measurements have many columns
 console = Console(width=None if sys.stdout.isatty() else 160)
 
-PipelineOption = Annotated[str, typer.Option(help="Embedded pipeline, folder, or name on the Hub.")]
-DeviceOption = Annotated[str, typer.Option(help="cpu, cuda, cuda:1 …; auto takes a GPU if there is one.")]
-
+PipelineOption = Annotated[
+    str, typer.Option(help="An embedded pipeline (tiny_sd, tiny_flux, tiny_wan), a folder, or a name on the Hub.")
+]
+RecipeOption = Annotated[
+    str,
+    typer.Option(
+        help=f"Number formats of attention's matmuls: {', '.join(sage_kernels.RECIPES)}. Pipelines also take mixed."
+    ),
+]
+ScalingOption = Annotated[str, typer.Option(help=f"How quantisation scales are chosen: {', '.join(SCALINGS)}.")]
+DeviceOption = Annotated[
+    str, typer.Option(help="The device: cpu, cuda, cuda:1, ...; auto is a GPU if there is one, else the CPU.")
+]
 DtypeOption = Annotated[
     str | None,
-    typer.Option(help=f"The pipeline's: {', '.join(DTYPES)}. None is float32 on a CPU and bfloat16 elsewhere."),
+    typer.Option(help=f"Run in {', '.join(DTYPES[:-1])} or {DTYPES[-1]}. Default: float32 on a CPU, else bfloat16."),
 ]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else on stdout.")]
+CsvOption = Annotated[Path | None, typer.Option(help="A results.csv to append the figures to.")]
+StepsOption = Annotated[int, typer.Option(min=1, help="The number of denoising steps.")]
+ImagesOption = Annotated[int, typer.Option(min=1, help="The number of pictures.")]
+BatchOption = Annotated[int, typer.Option(min=1, help="Pictures in one pipeline call.")]
+SeedOption = Annotated[int, typer.Option(min=0, help="The seed of the first picture. Later ones count up.")]
+
+
+@contextmanager
+def answer(as_json: bool) -> Iterator[dict[str, Any]]:
+    """Yield a dict for a command's results, and with `as_json` print it at the end instead of tables.
+
+    It is also printed if the command then fails, such as on a full disk, so that no result is lost.
+    """
+    found: dict[str, Any] = {}
+    before, console.quiet = console.quiet, as_json or console.quiet
+    try:
+        yield found
+    finally:
+        console.quiet = before
+        if as_json and found:
+            typer.echo(json.dumps(plain_data(found), indent=1, allow_nan=False))
+
+
+def quality_data(result) -> dict[str, Any]:
+    """Return an evaluation.quality.Quality as data, without differences if no call ran in INT8."""
+    data = asdict(result)
+    return data if result.is_ours else data | dict.fromkeys(("psnr_db", "ssim", "attention_sqnr_db"))
 
 
 def own_dtype(device: torch.device) -> torch.dtype:
-    """What a pipeline runs in where nobody says otherwise."""
+    """Return the default dtype of a pipeline on this device."""
     return torch.float32 if device.type == "cpu" else torch.bfloat16
 
 
 def refuse_idle(results) -> None:
-    """End where a variant ran nothing in INT8: stock pictures compared with themselves are no measurement."""
+    """End the command if a variant ran nothing in INT8, as stock compared with itself is no measurement."""
     idle = [result.name for result in results if result.recipe and not result.int8_calls]
     if idle:
         fail(f"no attention call of {', '.join(idle)} ran in INT8: nothing to record")
@@ -53,9 +97,9 @@ def fail(message: str) -> NoReturn:
 
 
 def example_prompts(count: int, pipeline: str = "") -> list[str]:
-    """Prompts of the embedded pipelines' vocabulary, each different for the first 64: every shape in every colour.
+    """Return `count` prompts in the embedded pipelines' vocabulary. The first 64 all differ.
 
-    pipeline: for one of pipelines.VIDEOS what moves, in words that it knows.
+    pipeline: name of the pipeline. For one of pipelines.VIDEOS the prompts are of clips.
     """
     if pipeline in pipelines.VIDEOS:
         return _clip_prompts(count)
@@ -68,7 +112,7 @@ def example_prompts(count: int, pipeline: str = "") -> list[str]:
 
 
 def clip_arguments(pipeline: str) -> dict[str, Any]:
-    """Of a pipeline of clips that comes with the package: more for its call, such as the size it learnt; else none."""
+    """Return call arguments of an embedded pipeline of clips, such as the size; {} for any other."""
     return pipelines.call_arguments(pipeline) if pipeline in pipelines.VIDEOS else {}
 
 
@@ -87,7 +131,7 @@ def _clip_prompts(count: int) -> list[str]:
 
 
 def torch_device(device: str) -> torch.device:
-    """The device of this name; "auto" is a GPU if there is one. Raises: typer.BadParameter."""
+    """Return the device of this name. "auto" is a GPU if there is one. Raises: typer.BadParameter."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -99,13 +143,16 @@ def torch_device(device: str) -> torch.device:
 
 
 def quiet_diffusers():
-    """diffusers, with its and transformers' progress bars and hints off. Raises: ImportError naming the extra."""
+    """Return diffusers, with its and transformers' progress bars and hints off.
+
+    Raises: ImportError with the pip command, if it is not installed.
+    """
     _quiet("transformers", "diffusers")
     return _quiet("diffusers", "diffusers")
 
 
 def _quiet(name: str, extra: str) -> Any:
-    """diffusers or transformers, as in `quiet_diffusers`. Raises: ImportError naming the extra."""
+    """Return diffusers or transformers, as `quiet_diffusers`. extra: the extra that installs it."""
     try:
         library = importlib.import_module(name)
     except ImportError as error:
@@ -116,7 +163,10 @@ def _quiet(name: str, extra: str) -> Any:
 
 
 def _locate(name: str) -> str:
-    """What diffusers loads: the folder of an embedded pipeline, a folder, or a name on the Hub."""
+    """Return the folder or Hub name that diffusers loads for `name`.
+
+    Raises: typer.BadParameter if `name` is no embedded pipeline, no folder and no name on the Hub.
+    """
     if name in (*pipelines.PIPELINES, *pipelines.VIDEOS):
         try:
             return str(pipelines.path(name))
@@ -133,22 +183,25 @@ def _locate(name: str) -> str:
 
 
 def load_pipeline(name: str, device: str, dtype: str | None = None):
-    """A pipeline on a device ("auto": a GPU if there is one); dtype: of DTYPES, None is the device's own."""
+    """Return a pipeline on a device, in a dtype.
+
+    device: as in `torch_device`. dtype: one of DTYPES; None is that of `own_dtype`.
+    """
     diffusers, where = quiet_diffusers(), torch_device(device)
     source = _locate(name)
     if dtype is not None and dtype not in DTYPES:
         raise typer.BadParameter(f"{dtype}: expected one of {', '.join(DTYPES)}", param_hint="--dtype")
     chosen = own_dtype(where) if dtype is None else getattr(torch, dtype)
     if chosen == torch.float32:
-        torch.backends.cudnn.allow_tf32 = False  # torch's default: convolutions with 10 bits, a floor of their own
-    with refusing(name):  # torch_dtype: renamed in diffusers 0.42, and the only name in 0.36
+        torch.backends.cudnn.allow_tf32 = False  # torch's default rounds convolutions to 10 bits of mantissa
+    with refusing(name):  # torch_dtype was renamed in diffusers 0.42, but is the only name in 0.36
         pipe = diffusers.DiffusionPipeline.from_pretrained(source, torch_dtype=chosen, use_safetensors=True)
     pipe.set_progress_bar_config(disable=True)
     return pipe.to(where)
 
 
 class _Skeleton:
-    """A pipeline's components as far as `apply` looks at them: models without weights, and the scheduler."""
+    """Stand-in for a pipeline with the components for `apply`: models without weights, and the scheduler."""
 
     def __init__(self, components: dict):
         self.components = components
@@ -156,7 +209,7 @@ class _Skeleton:
 
 
 def load_skeleton(name: str):
-    """A pipeline or model of this name built from its configs alone, without weights."""
+    """Return a pipeline or model built from its configs alone, without weights."""
     diffusers, source = quiet_diffusers(), _locate(name)
 
     def build(class_name: str, **where):
@@ -183,7 +236,7 @@ def load_skeleton(name: str):
 
 
 def load_language_skeleton(name: str):
-    """A model of transformers of this name, built from its config alone, without weights; None where it is none."""
+    """Return a transformers model built from its config, without weights; None if `name` is not one."""
     from ..evaluation.held_out_text import EMBEDDED_NAME, locate
 
     source = str(locate(name)) if name == EMBEDDED_NAME else _locate(name)
@@ -217,7 +270,7 @@ def _is_found(load, source: str, **options) -> bool:
 
 @contextmanager
 def steps_bar(label: str, total: int):
-    """A progress bar; yields the function that moves it by one step."""
+    """Show a progress bar. Yields a function that advances it by one step."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -233,6 +286,7 @@ def steps_bar(label: str, total: int):
 
 
 def quality_table(label: str, results) -> Table:
+    """Return a table of PSNR, SSIM, attention's SQNR and calls, one row for each variant."""
     table = Table(title=f"{label}: against stock attention, {len(results[0].psnr_db)} pictures", title_justify="left")
     names = ("scaling", "PSNR mean, dB", "worst", "SSIM mean", "worst", "attention SQNR mean, dB", "worst batch")
     for name in (*names, "INT8 calls", "exact calls"):

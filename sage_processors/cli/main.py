@@ -1,4 +1,4 @@
-"""The command line: sage-processors demo | report | doctor | warm-up | calibrate | bench."""
+"""Entry point of the command line, with the commands demo, report, doctor and two of bench."""
 
 from __future__ import annotations
 
@@ -24,44 +24,44 @@ from ..option_groups import SCALINGS
 from ..options import SageAttnProcessor
 from ..version import __version__
 from . import loading
-from .as_json import JsonOption, answer, quality_data
+from .arguments import OneLineErrors
 from .calibrate import calibrate_policy, case_label, rules, transfer
 from .checks import check_csv, check_picture, float32_settings_kept, save_picture
 from .language import bench_language
 from .loading import (
+    BatchOption,
+    CsvOption,
     DeviceOption,
     DtypeOption,
+    JsonOption,
     PipelineOption,
+    RecipeOption,
+    ScalingOption,
+    SeedOption,
+    StepsOption,
+    answer,
     clip_arguments,
     console,
     example_prompts,
     fail,
     load_skeleton,
+    quality_data,
     quality_table,
     refuse_idle,
     steps_bar,
     torch_device,
 )
-from .one_line import OneLineErrors
 from .warm_up import warm_up
 
 
-REPOSITORY = Path(__file__).resolve().parent.parent.parent  # in a checkout; elsewhere it has no kernels/benchmarks
+REPOSITORY = Path(__file__).resolve().parent.parent.parent  # of a checkout; an installed package has no benchmarks
 
 app = typer.Typer(cls=OneLineErrors, no_args_is_help=True, pretty_exceptions_enable=False)
-bench = typer.Typer(no_args_is_help=True, help="Measure quality and speed.")
-app.add_typer(bench, name="bench")
-bench.command("language")(bench_language)
-bench.command("rules")(rules)
-bench.command("transfer")(transfer)
-app.command("calibrate")(calibrate_policy)
-app.command("warm-up")(warm_up)
-RecipeOption = Annotated[str, typer.Option(help="Number formats of the two matmuls.")]
-ScalingOption = Annotated[str, typer.Option(help=f"{', '.join(SCALINGS)}.")]
+bench = typer.Typer(no_args_is_help=True, help="Measure the quality and speed of INT8 attention.")
 
 
 def main() -> None:
-    """Entry point: a missing extra is a message that names the pip command, not a traceback."""
+    """Run the command line. If an extra is missing, end with its pip command instead of a traceback."""
     try:
         app(prog_name="sage-processors")
     except ImportError as error:
@@ -83,24 +83,28 @@ def options(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """INT8 attention for Hugging Face pipelines."""
+    """INT8 attention for Hugging Face diffusers pipelines and transformers models."""
 
 
 @app.command()
 @float32_settings_kept()
 def demo(
     pipeline: PipelineOption = "tiny_sd",
-    prompt: Annotated[list[str] | None, typer.Option(help="May be repeated; one picture each.")] = None,
-    images: Annotated[int, typer.Option(min=1, help="Pictures, without --prompt.")] = 3,
-    steps: Annotated[int, typer.Option(min=1, help="Denoising steps.")] = 20,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the first picture.")] = 0,
+    prompt: Annotated[list[str] | None, typer.Option(help="Draw one picture of this prompt. Repeatable.")] = None,
+    images: Annotated[int, typer.Option(min=1, help="The number of pictures, if no --prompt is given.")] = 3,
+    steps: StepsOption = 20,
+    seed: SeedOption = 0,
     recipe: RecipeOption = "qk_int8_pv_bf16",
     scaling: ScalingOption = "timestep",
-    output: Annotated[Path, typer.Option(help="The PNG to write.")] = Path("sage_demo.png"),
+    output: Annotated[Path, typer.Option(help="The picture to write, such as x.png.")] = Path("sage_demo.png"),
     device: DeviceOption = "auto",
     as_json: JsonOption = False,
 ) -> None:
-    """Draw the same seeds with stock and with INT8 attention, and show what differs."""
+    """Draw the same pictures with stock and with INT8 attention, and compare them.
+
+    Writes a picture of both and of their amplified difference.
+    Prints PSNR, SSIM and a report of the attention calls.
+    """
     config = _config(recipe, scaling)
     check_picture(output)
     pipe = loading.load_pipeline(pipeline, device)
@@ -131,7 +135,7 @@ def demo(
         else:
             console.print("No attention call ran in INT8: the table above says why.", style="yellow")
         console.print(quality.in_words(result))
-        if stock.dim() == 5:  # of clips: the frames of the first one
+        if stock.dim() == 5:  # clips: frames of the first one
             sheet = strip(stock[0], ours[0], ran=result.is_ours)
         else:
             sheet = side_by_side(stock, ours, prompts, amplification(stock, ours), ran=result.is_ours)
@@ -144,15 +148,23 @@ def demo(
 def report(
     model: Annotated[
         str,
-        typer.Argument(help="Embedded pipeline or language model, folder of a pipeline or model, or name on the Hub."),
+        typer.Argument(help="An embedded pipeline or tiny_lm, a folder of a pipeline or model, or a name on the Hub."),
     ],
     recipe: RecipeOption = "qk_int8_pv_bf16",
     scaling: Annotated[
-        str, typer.Option(help=f"{', '.join(SCALINGS)}; models of transformers have per_token.")
+        str,
+        typer.Option(
+            help=f"How quantisation scales are chosen: {', '.join(SCALINGS)}. Models of transformers always have "
+            "per_token."
+        ),
     ] = "timestep",
     as_json: JsonOption = False,
 ) -> None:
-    """List the attention layers that INT8 attention would run in. Reads configs only, loads no weights."""
+    """List the attention layers of a model that can run in INT8.
+
+    Reads only the model's configs and loads no weights.
+    Works for pipelines of diffusers and models of transformers.
+    """
     language_model = loading.load_language_skeleton(model)
     if language_model is not None:
         _report_language(language_model, recipe, scaling, as_json)
@@ -168,12 +180,12 @@ def report(
         found |= (planned := handle.report()).as_dict()
         planned.print(console)
         console.print(
-            "Nothing ran. Calls with a mask, causal calls and short ones are found, and counted, when they happen."
+            "Nothing ran. Calls that fall back to 16 bit, such as short ones, are found and counted when they happen."
         )
 
 
 def _report_language(model: Any, recipe: str, scaling: str, as_json: bool) -> None:
-    """The report of a transformers model with the name of a recipe, before any call."""
+    """Print the report of a transformers model with this recipe, before any call."""
     from ..language.attention import attention_report
     from ..language.names import name_of
 
@@ -186,7 +198,7 @@ def _report_language(model: Any, recipe: str, scaling: str, as_json: bool) -> No
         found |= (planned := attention_report(model)).as_dict()
         planned.print(console)
         console.print(
-            "Nothing ran. Exact calls, of which short ones are some, are found and counted when they happen."
+            "Nothing ran. Calls that fall back to 16 bit, such as short ones, are found and counted when they happen."
         )
 
 
@@ -195,9 +207,10 @@ def doctor(
     as_json: JsonOption = False,
     device: DeviceOption = "auto",
 ) -> None:
-    """Check this machine: versions, kernels, a self-test of every recipe and scaling, Triton's cache. Changes nothing.
+    """Check this machine: versions, kernels, Triton's cache, and a self-test of every recipe.
 
-    The exit code is 1 if the self-test fails. On a GPU, the first run compiles its kernels.
+    Changes no settings. On a GPU, the first run compiles kernels into Triton's cache.
+    The exit code is 1 if the self-test fails.
     """
     from . import doctor as checks
 
@@ -211,23 +224,30 @@ def doctor(
 @bench.command("quality")
 @float32_settings_kept()
 def bench_quality(
-    pipeline: Annotated[list[str], typer.Option(help="May be repeated; as for demo.")] = ["tiny_sd"],  # noqa: B006
-    steps: Annotated[int, typer.Option(min=1, help="Denoising steps.")] = 25,
-    images: Annotated[int, typer.Option(min=1, help="Pictures per variant.")] = 32,
-    batch: Annotated[int, typer.Option(min=1, help="Pictures per pipeline call.")] = 8,
-    # seeds 0 to 31 chose the default margin: the figures come from others
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the first picture.")] = 1000,
+    pipeline: Annotated[
+        list[str], typer.Option(help="An embedded pipeline, a folder, or a name on the Hub. Repeatable.")
+    ] = ["tiny_sd"],  # noqa: B006
+    steps: StepsOption = 25,
+    images: Annotated[int, typer.Option(min=1, help="The number of pictures of each variant.")] = 32,
+    batch: BatchOption = 8,
+    # not from 0: seeds 0 to 31 chose the default margin, and must not rate it
+    seed: SeedOption = 1000,
     recipe: RecipeOption = "qk_int8_pv_bf16",
-    variant: Annotated[list[str] | None, typer.Option(help="Only these, e.g. timestep; may be repeated.")] = None,
-    hard: Annotated[bool, typer.Option(help="Also with outliers planted in Q and K.")] = True,
-    outlier: Annotated[int, typer.Option(help="Factor of the planted outliers, a power of two.")] = 64,
-    pairs: Annotated[int, typer.Option(min=1, help="Outlier channel pairs per head.")] = 2,
-    csv: Annotated[Path | None, typer.Option(help="results.csv to append to.")] = None,
+    variant: Annotated[
+        list[str] | None, typer.Option(help="Measure only this variant, such as timestep. Repeatable. Default: all.")
+    ] = None,
+    hard: Annotated[bool, typer.Option(help="Measure also with outliers planted in Q and K.")] = True,
+    outlier: Annotated[int, typer.Option(help="The factor of the planted outliers, a power of two.")] = 64,
+    pairs: Annotated[int, typer.Option(min=1, help="The number of outlier channel pairs in each head.")] = 2,
+    csv: CsvOption = None,
     device: DeviceOption = "auto",
     dtype: DtypeOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """PSNR and SSIM of every scaling against stock attention, and SQNR of attention: mean and worst."""
+    """Measure the quality of every scaling: PSNR, SSIM and attention's SQNR against stock.
+
+    Prints the mean and the worst value of each.
+    """
     from ..evaluation import hard_variants, quality
 
     _config(recipe, "timestep")
@@ -266,11 +286,22 @@ def bench_quality(
 
 @bench.command("attention", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def bench_attention(context: typer.Context) -> None:
-    """Time the attention kernels (needs a checkout); all options go to kernels/benchmarks/bench.py."""
+    """Time the attention kernels. Needs a checkout of the repository.
+
+    All options are those of kernels/benchmarks/bench.py.
+    """
     script = REPOSITORY / "kernels" / "benchmarks" / "bench.py"
     if not script.is_file():
         fail("the benchmark is not part of the installed package: clone the repository and run `make bench` there")
     sys.exit(subprocess.run([sys.executable, str(script), *context.args], check=False).returncode)
+
+
+app.command("warm-up")(warm_up)
+app.command("calibrate")(calibrate_policy)
+app.add_typer(bench, name="bench")
+bench.command("rules")(rules)
+bench.command("transfer")(transfer)
+bench.command("language")(bench_language)
 
 
 def _config(recipe: Any, scaling: Any) -> SageAttnProcessor:

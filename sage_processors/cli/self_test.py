@@ -1,8 +1,6 @@
-"""The doctor's self-test: every recipe and scaling, and every base format of mixed precision, on small inputs.
+"""Self-test of the command `doctor`: all recipes and scalings on small inputs, against fp64.
 
-Against exact attention in fp64.
-
-Needs torch alone.
+Includes each base format of mixed precision. Needs only torch.
 """
 
 from __future__ import annotations
@@ -26,16 +24,18 @@ from sage_kernels.testing import make_qkv, relative_l2
 
 
 logger = logging.getLogger("sage_processors")
-LARGEST_TILE = 128  # keys of a tile, with P in INT8
-CREST = 5  # largest of some thousand normal numbers, in standard deviations
+LARGEST_TILE = 128  # keys in a tile, with P in INT8
+CREST = 5  # the largest of some thousand normally distributed numbers, in standard deviations
 
 
 @dataclass(frozen=True)
 class Case:
     """One shape of the self-test.
 
-    mask: None, "bool" (padding that differs in the batch) or "bias". same_values: V is 1 everywhere, so the output is,
-    too, and a matrix unit that cuts off what it adds to a long sum is seen.
+    Attributes:
+        mask: None, "bool" (padding that differs in the batch) or "bias".
+        same_values: V is 1 everywhere, and so the output must be. This shows a matrix unit that truncates
+            numbers added to a long sum.
     """
 
     name: str
@@ -62,9 +62,12 @@ CASES = (
 
 @dataclass
 class Outcome:
-    """One case in one recipe and scaling: SQNR of the worst head against the least that is right (dB), or an error.
+    """Result of one case in one recipe and scaling.
 
-    skipped: why this machine can't run the recipe at all; "" if it can. That is no failure.
+    Attributes:
+        sqnr_db: SQNR of the worst head. least_db: the least SQNR that passes.
+        error: the error raised, or "".
+        skipped: why this machine can't run the recipe, or "". A skipped case counts as passed.
     """
 
     recipe: str
@@ -82,6 +85,7 @@ class Outcome:
 
 
 def summary(error: Exception) -> str:
+    """Return the type of an error and the first line of its message."""
     return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
 
 
@@ -89,7 +93,7 @@ def summary(error: Exception) -> str:
 
 
 def self_test(device: torch.device) -> list[Outcome]:
-    """Every recipe, scaling and case on `device` against exact attention (SDPA's MATH back end in fp64)."""
+    """Compare every recipe, scaling and case on `device` with attention in fp64 (SDPA's MATH back end)."""
     if device.type == "cuda":
         _compile_ahead(device)
     outcomes = []
@@ -116,7 +120,7 @@ def self_test(device: torch.device) -> list[Outcome]:
                         raise ArithmeticError("the output is not finite")
                     worst = -20 * math.log10(max(error, 1e-30))
                     outcomes.append(Outcome(**named, sqnr_db=worst, least_db=least_sqnr_db(q, k, scaling, recipe)))
-                except Exception as error:  # a crash in one case must not hide the others
+                except Exception as error:  # an error in one case must not hide the others
                     outcomes.append(Outcome(**named, error=summary(error)))
         if mask is None and not case.same_values:
             outcomes += [_mixed_outcome(q, k, v, exact, case, base) for base in BASES]
@@ -124,12 +128,15 @@ def self_test(device: torch.device) -> list[Outcome]:
 
 
 def scalings_of(recipe: str) -> tuple[str, ...]:
-    """Those that the self-test runs the recipe with."""
+    """Return the scalings with which the self-test runs a recipe."""
     return (*RECIPES[recipe].scalings, *(() if RECIPES[recipe].plain else ("timestep",)))
 
 
 def kinds_of_calls(device: torch.device) -> list[CallKind]:
-    """What `self_test` calls on a GPU, for `compile_ahead`, in its order; not masks that differ from row to row."""
+    """Return the kinds of calls that `self_test` makes on a GPU, in its order, for `compile_ahead`.
+
+    Leaves out masks that differ from row to row.
+    """
     kinds = []
     for case in CASES:
         for recipe in RECIPES:
@@ -151,15 +158,15 @@ def kinds_of_calls(device: torch.device) -> list[CallKind]:
 
 
 def _compile_ahead(device: torch.device) -> None:
-    """Start to compile its kernels side by side: one after the other they take minutes on a new machine."""
+    """Start compiling the kernels in parallel, because one after the other they take minutes."""
     try:
         compile_ahead(kinds_of_calls(device), device)
-    except Exception as error:  # the case that makes such a call says what is wrong
+    except Exception as error:  # the case that makes such a call reports the problem
         logger.debug("kernels are compiled when they are called for: %s", error)
 
 
 def _mixed_outcome(q, k, v, exact, case: Case, base: str) -> Outcome:
-    """Mixed precision with this format, which stands in the place of the scaling."""
+    """Return the outcome of mixed precision with the base format `base`, listed in place of the scaling."""
     named: dict[str, Any] = {"recipe": MIXED_RECIPE, "scaling": base, "case": case.name}
     try:
         out = mixed_attention(q, k, v, options=Mixed(base), causal=case.causal or False)
@@ -172,9 +179,9 @@ def _mixed_outcome(q, k, v, exact, case: Case, base: str) -> Outcome:
 
 
 def least_mixed_db(q: torch.Tensor, k: torch.Tensor, base: str) -> float:
-    """As `least_sqnr_db`, with all blocks in the format `base`: rounding errors are those of the inputs' own codes.
+    """Return the least SQNR (dB) that passes for mixed precision with all blocks in the format `base`.
 
-    Promoted blocks have less.
+    Like `least_sqnr_db`, but with the measured rounding errors of Q and K. Promoted blocks have smaller ones.
     """
     repeat = q.shape[2] // k.shape[2]
     k = (k - k.double().mean(1, keepdim=True)).repeat_interleave(repeat, 2)
@@ -187,7 +194,7 @@ def least_mixed_db(q: torch.Tensor, k: torch.Tensor, base: str) -> float:
 
 
 def recipe_problem(recipe: str, device: torch.device) -> str:
-    """Why `device` can't run a recipe that others can; "" if it can."""
+    """Return the reason why `device` can't run a recipe that other devices can; "" if it can."""
     if device.type != "cuda" or RECIPES[recipe].pv != "fp8_e4m3":
         return ""
     major, minor = torch.cuda.get_device_capability(device)
@@ -205,23 +212,32 @@ def _run(q, k, v, recipe, scaling, **masking):
     out = sage_attention(q, k, v, recipe=recipe, state=state.head_state(0), **masking)
     dynamic = state.summary()[0]["dynamic_calls"]
     if dynamic != 1:
-        raise RuntimeError(f"the second step was to run with planned scales, but {dynamic:g} calls of 2 had none")
+        raise RuntimeError(f"calls without planned scales: got {dynamic:g} of 2, expected only the first")
     return out
 
 
 def least_sqnr_db(q: torch.Tensor, k: torch.Tensor, scaling: str, recipe: str = DEFAULT_RECIPE) -> float:
-    """The least SQNR, in dB, of attention on q [B, S_q, H, D], k [B, S_kv, H_kv, D] that rounds right.
+    """Return the least SQNR (dB) that attention has if it rounds correctly.
 
-    Rounding to steps of s is noise of variance s² / 12, so a score q·k / √D is off by a variance of
-    (mean s_q² · mean k² + mean s_k² · mean q²) / 12, and so is the logarithm of its weight. For values without
-    structure, the output is off by the same part of itself. To this come P and the output in 16 bit, or P and V in
-    e4m3: steps of 2^-3 of the power of two below, so a variance of 2^-6 / 12 of that, half of it of the number's own
-    square on average. Or P and V in INT8: P in steps of 1/254.5 of the largest of its tile of keys, whose square is at
-    most the sum of theirs, and as much again for what is added before it is rounded down; V in steps of 1/127 of a
-    channel's largest, CREST times its mean size. As INT-FlashAttention has them, P is in steps of 1/127 of the largest
-    of all keys, and V's of the head's largest. Q and K in e4m3 are off as P and V are, whatever shares their scale.
-    As in all our rules, a kernel may be twice as far off as the theory (`sage_kernels.testing`). The scales are those
-    of whole heads (the coarsest that a block can have), but of single tokens for "per_token".
+    Args: q [B, S_q, H, D], k [B, S_kv, H_kv, D].
+
+    Rounding to steps of s is noise of variance s² / 12. A score q·k / √D then has an error of variance
+    (mean s_q² · mean k² + mean s_k² · mean q²) / 12, and so has the logarithm of its weight. For values without
+    structure, this is the relative error variance of the output. Further errors are added to it:
+
+    * P and the output in 16 bit.
+    * P and V in e4m3: the step is 2^-3 of the power of two below a number. The variance is 2^-6 / 12 of that power's
+      square, on average half as much of the number's own square.
+    * P in INT8: the step is 1/254.5 of the largest P in a tile of keys, whose square is at most the sum of all P's
+      squares. The same again is added for P's offset before it is rounded down.
+    * V in INT8: the step is 1/127 of a channel's largest value, which is CREST times its mean size.
+    * P and V as in INT-FlashAttention: P's step is 1/127 of the largest P of all keys. V's step is 1/127 of the head's
+      largest value.
+
+    Q and K in e4m3 have the errors of P and V in e4m3, for any scale.
+
+    The scale of Q and K is that of a whole head, the coarsest for a block, or of each token for "per_token". As
+    everywhere in this project (`sage_kernels.testing`), a kernel's error may be twice the theoretical one.
     """
     repeat = q.shape[2] // k.shape[2]
     own = RECIPES[recipe]
@@ -266,13 +282,10 @@ def _causal_mask(case: Case, device):
 
 
 def _exact(q, k, v, mask):
-    """Attention in fp64, [B, S, H, D] in and out."""
+    """Return attention in fp64, [B, S, H, D] in and out."""
     q, k, v = (x.double().transpose(1, 2) for x in (q, k, v))
     if mask is not None and mask.dtype != torch.bool:
         mask = mask.double()
     with sdpa_kernel(SDPBackend.MATH):
         out = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
     return out.transpose(1, 2)
-
-
-# --- Triton's cache: machine code that is loaded without a check ---

@@ -1,4 +1,4 @@
-"""The command `warm-up`: kernels are compiled before a model is run for the first time."""
+"""The command `warm-up`, which compiles kernels before a model runs for the first time."""
 
 from __future__ import annotations
 
@@ -7,25 +7,29 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from ..option_groups import SCALINGS
 from ..options import SageAttnProcessor
 from . import loading
-from .as_json import JsonOption, answer
-from .loading import DTYPES, DeviceOption, console, torch_device
+from .loading import DTYPES, DeviceOption, JsonOption, RecipeOption, ScalingOption, answer, console, torch_device
 
 
 def warm_up(
     model: Annotated[
-        str, typer.Argument(help="Embedded pipeline, folder of a pipeline or model, or name on the Hub.")
+        str, typer.Argument(help="An embedded pipeline, a folder of a pipeline or model, or a name on the Hub.")
     ],
-    recipe: Annotated[str, typer.Option(help="Number formats of the two matmuls.")] = "qk_int8_pv_bf16",
-    scaling: Annotated[str, typer.Option(help=f"{', '.join(SCALINGS)}.")] = "timestep",
-    min_tokens: Annotated[int | None, typer.Option(help="As the option of SageAttnProcessor.")] = None,
-    dtype: Annotated[str, typer.Option(help=f"The model's: {', '.join(DTYPES)}.")] = "bfloat16",
+    recipe: RecipeOption = "qk_int8_pv_bf16",
+    scaling: ScalingOption = "timestep",
+    min_tokens: Annotated[
+        int | None,
+        typer.Option(help="Calls with fewer queries or keys run in 16 bit. Default: as measured for the GPU."),
+    ] = None,
+    dtype: Annotated[str, typer.Option(help=f"The model's dtype: {', '.join(DTYPES)}.")] = "bfloat16",
     device: DeviceOption = "auto",
     as_json: JsonOption = False,
 ) -> None:
-    """Compile the kernels that a model needs into Triton's cache. Reads configs only, loads no weights."""
+    """Compile the kernels of a model into Triton's cache, before its first call waits for them.
+
+    Reads only the model's configs and loads no weights.
+    """
     from ..diffusion.handle import apply
     from ..diffusion.host.discovery import denoisers, is_pipeline
 
@@ -48,7 +52,7 @@ def warm_up(
     with handle, answer(as_json) as found:
         found |= {"device": str(where), "kernels": 0, "seconds": 0.0, "cached": 0}
         if where.type == "cpu":
-            console.print("Nothing to warm up on a CPU: no kernels are compiled there.")
+            console.print("Nothing to warm up: a CPU needs no kernels.")
             return
         try:
             done = handle.warm_up(device=where)
@@ -57,6 +61,6 @@ def warm_up(
             loading.fail(str(error))
         found |= done._asdict()
         if done.kernels:
-            console.print(f"{done.kernels} kernels in {done.seconds:.1f} s, {done.cached} of them were there.")
+            console.print(f"{done.kernels} kernels in {done.seconds:.1f} s, {done.cached} of them from the cache.")
         else:
             console.print("Nothing to warm up: no call of this model is long enough for INT8 on this GPU.")

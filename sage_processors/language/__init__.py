@@ -1,4 +1,4 @@
-"""What swaps INT8 attention and an INT8 KV cache into transformers models.
+"""INT8 attention and an INT8 KV cache for transformers models.
 
-May import options and the files beside it, sage_kernels, transformers.
+May import options and the files beside it, linears, sage_kernels and transformers.
 """

@@ -3,9 +3,9 @@
     import sage_processors
     model.set_attn_implementation("sage_int8")
 
-Names (names.py): "sage_int8" runs the default recipe, "sage_<recipe>" each recipe of sage_kernels.RECIPES. With
-"_strict" behind it a call that INT8 attention can't do raises instead of running the model's own exact attention: a
-name travels with the model (from_pretrained, one per sub-model), which a global switch would not.
+"sage_int8" runs the default recipe, "sage_<recipe>" a recipe of sage_kernels.RECIPES: see names.py. A call that INT8
+attention can't do falls back to the model's own attention. Under a name that ends in "_strict" it raises instead. This
+is a part of the name because a name goes through from_pretrained and can differ by sub-model, unlike a global switch.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from sage_kernels.facts import crossover
 
 from ..torch_modes import autocast
 from ..unsupported import UnsupportedAttentionError
-from .call import Call, Sequences, exact, masking, needs_gradient, only_of
+from .call import Call, Sequences, differentiates_only, masking, needs_gradient, stock_attention
 from .choice import watch_choices
-from .masks import asked_of, plain_mask, sage_mask
+from .masks import plain_mask, sage_mask, visible_mask
 from .names import IMPLEMENTATIONS, MEANINGFUL, Implementation, standard
 from .report import INT8, INT8_CACHE, REMEDIES, AttentionReport, build_report, count
 from .visible import band_of, complete_mask, write_out
@@ -54,30 +54,33 @@ def register_transformers(
     smooth_k: bool | None = None,
     rotation: str = "none",
 ) -> list[str]:
-    """Make INT8 attention known to transformers, attention and mask function together. Repeating it changes nothing.
+    """Register INT8 attention with transformers, together with its mask function.
 
-    Without arguments: all standard names. `import sage_processors` does that by itself, before or after transformers.
-    With a name: that name with options of its own.
+    Without arguments, registers all standard names. `import sage_processors` does this by itself, whether transformers
+    is imported before or after it. With a name, registers that name with its own options. Repeating a call changes
+    nothing.
 
     Args:
-        name: to be given to model.set_attn_implementation; without "flash", "/", "|", "sdpa" and "flex_attention",
+        name: for model.set_attn_implementation. It must not contain "flash", "/", "|", "sdpa" or "flex_attention",
             which mean something to transformers.
         recipe: number formats of the two matmuls, a key of sage_kernels.RECIPES.
-        min_tokens: calls with fewer queries or keys run the exact attention (reason "short"): there INT8 saves
-            nothing. None: as measured for the running GPU, head_dim and recipe (facts/crossover.py), on a CPU
-            never. 0: never. Decoding on a cache that is not INT8 is short on every GPU: quantising every key again
-            at every step costs more than it saves. Calls on an INT8 cache always read the cache as it is.
-        on_unsupported: "fallback": a call that INT8 attention can't do runs the model's own attention, is counted
-            per layer with its reason and logged once. "raise": UnsupportedAttentionError; short calls don't raise.
-        training: "int8": calls that need a gradient, and those of modules in training mode, run in INT8, too; the
-            backward is PyTorch's, in 16 bit (sage_kernels.differentiable_attention). Exact all the same, and counted:
-            dropout; gradients of masks, biases, sinks or scales; windows, soft caps and sinks, and calls without a
-            fused backward, as reason "no_backward". "16bit": all of them, as "training" or "gradient".
-        smooth_k, rotation: as of sage_kernels.sage_attention. smooth_k=False takes no center from K and balances no
-            channels, so that codes of a token depend on no other one. What that costs the rotation gives back in
-            part; see "Prefix caching" in docs/language.md. "sage_int8_causal" has both.
-    Returns: the names registered.
-    Raises: ValueError for a name or an option that can't be.
+        min_tokens: calls with fewer queries or keys run in 16 bit (reason "short"), because INT8 saves nothing there.
+            None: the number measured for the running GPU, head_dim and recipe (facts/crossover.py); on a CPU no call
+            is short. 0: no call is short. With None, decoding over a 16-bit cache is short on every GPU: quantising
+            all keys again at every step costs more than it saves. Calls on an INT8 cache are never short.
+        on_unsupported: "fallback": a call that INT8 attention can't do runs the model's own attention. It is counted
+            per layer with its reason and logged once. "raise": raises UnsupportedAttentionError, except for short
+            calls.
+        training: "int8": calls that need a gradient, and calls of modules in training mode, run in INT8 too. Their
+            backward is PyTorch's, in 16 bit (sage_kernels.differentiable_attention). Some still run in 16 bit and are
+            counted: calls with dropout; calls with gradients of masks, biases, sinks or scales; and, as
+            "no_backward", calls with sliding windows, soft caps or sinks, and calls without a fused backward.
+            "16bit": all of them run in 16 bit, as "training" or "gradient".
+        smooth_k, rotation: as in sage_kernels.sage_attention. With smooth_k=False K gets no centre and no balance, so
+            a token's codes depend on no other token. This costs accuracy, of which the rotation gives back a part: see
+            "Prefix caching" in docs/language.md. "sage_int8_causal" has both.
+    Returns: the registered names.
+    Raises: ValueError for an invalid name or option.
     """
     options = (recipe, min_tokens, on_unsupported, training, smooth_k, rotation)
     if name is None:
@@ -98,22 +101,23 @@ def register_transformers(
 
 def _check_name(name: object) -> None:
     if not isinstance(name, str) or not name:
-        raise ValueError(f"name: got {name!r}, expected a string")
+        raise ValueError(f"name: got {name!r}, expected a non-empty string")
     meaningful = [part for part in MEANINGFUL if part in name]
     if meaningful:
         raise ValueError(
-            f"name: got {name!r}, expected one without {meaningful[0]!r}, which has a meaning to transformers"
+            f"name: got {name!r}, expected one without {meaningful[0]!r}, which means something to transformers"
         )
     if name == "eager" or (name in AttentionInterface._global_mapping and name not in IMPLEMENTATIONS):
-        raise ValueError(f"name: got {name!r}, expected one that is not taken")
+        raise ValueError(f"name: got {name!r}, expected one that transformers does not use; choose another")
 
 
 def attention_report(model: Any) -> AttentionReport:
-    """What really ran: per attention layer implementation, recipe, INT8 calls, exact calls with reasons. Syncs.
+    """Report how often each attention layer ran in INT8, and why its other calls did not.
 
-    Also gives every layer its counter; before torch.compile it makes the compiled calls countable layer by layer.
+    Waits for the device. Also gives every layer its counter: called before torch.compile, it makes compiled calls
+    countable layer by layer.
 
-    Raises: TypeError unless model is a torch.nn.Module.
+    Raises: TypeError if model is no torch.nn.Module.
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model: got {type(model).__name__}, expected a transformers model (torch.nn.Module)")
@@ -139,7 +143,7 @@ def _attention_function(implementation: Implementation) -> Callable[..., Any]:
     ) -> Any:
         call = Call(
             module,
-            asked_of(attention_mask),
+            visible_mask(attention_mask),
             dropout,
             scaling,
             getattr(module, "is_causal", True) if is_causal is None else is_causal,
@@ -156,19 +160,26 @@ def _attention_function(implementation: Implementation) -> Callable[..., Any]:
 
 
 def _wants_weights(module: Any) -> bool:
-    """What a config said before our name was chosen: transformers then collects weights without an argument."""
+    """True if the module's config asks for attention weights.
+
+    transformers accepts this setting before one of our names is chosen, and then collects weights without an argument.
+    """
     return bool(getattr(getattr(module, "config", None), "output_attentions", False))
 
 
 def _attend(
     implementation: Implementation, call: Call, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """query [B, H, S_q, D], key and value [B, H_kv, S_kv, D], any strides -> [B, S_q, H, D], and weights or None."""
+    """Run one call in INT8, or by the model's own attention with the reason counted.
+
+    Args: query [B, H, S_q, D]; key and value [B, H_kv, S_kv, D], any strides, or two QuantizedKV of an INT8 cache.
+    Returns: the output [B, S_q, H, D]; the attention weights or None.
+    """
     complete_mask(call, query, key)
-    if not isinstance(key, torch.Tensor):  # what an Int8KVCache returns is no tensor
+    if not isinstance(key, torch.Tensor):  # a QuantizedKV of an Int8KVCache
         return _attend_cache(implementation, call, query, key, value), None
     needed = needs_gradient(call, query, key, value)
-    trains = implementation.training == "int8" and only_of(call, query, key, value)
+    trains = implementation.training == "int8" and differentiates_only(call, query, key, value)
     reason = None if trains else "training" if call.module.training else "gradient" if needed else None
     if reason is None:
         query, key, value = autocast(query, key, value)
@@ -192,8 +203,8 @@ def _attend(
             reason = _reason_against_training(call, q, mask, window, seen)
     if reason is not None:
         write_out(call, query.shape[2], key.shape[2], query.device)
-        _stay_exact(implementation, call, reason, query.device)
-        found: tuple[torch.Tensor, torch.Tensor | None] = exact(call, query, key, value)
+        _note_fallback(implementation, call, reason, query.device)
+        found: tuple[torch.Tensor, torch.Tensor | None] = stock_attention(call, query, key, value)
         return found
     count(call.module, implementation, INT8, query.device)
     if needed:
@@ -215,7 +226,7 @@ def _attend_packed(
     key: torch.Tensor,
     value: torch.Tensor,
 ) -> torch.Tensor:
-    """Attention of the sequences packed into a row [1, H, S, D], each by itself: no mask of S x S is made."""
+    """Run attention within each sequence packed into one row [1, H, S, D]. No mask of S x S is made."""
     count(call.module, implementation, INT8, query.device)
     causal, window = band_of(call, query.shape[2])
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
@@ -227,14 +238,14 @@ def _attend_packed(
 
 
 def _numbers(implementation: Implementation) -> dict[str, Any]:
-    """The options of an op that its numbers come from."""
+    """Return the options of an op that decide its result."""
     return {name: getattr(implementation, name) for name in ("recipe", "scaling", "smooth_k", "rotation")}
 
 
 def _reason_against(
     implementation: Any, call: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> str | None:
-    """Why this call must stay exact, or None: what sage_kernels.unsupported can't know."""
+    """Return the reason to run a call in 16 bit, or None. sage_kernels.unsupported knows further reasons."""
     if call.weights:
         return "output_attentions"
     if call.unknown:
@@ -247,7 +258,7 @@ def _reason_against(
         return "sinks"
     batch, heads, seq_q, head_dim = query.shape
     seq_kv = key.shape[2]
-    if call.sequences is not None:  # the longest decides
+    if call.sequences is not None:  # the longest sequence decides
         seq_q, seq_kv = call.sequences.longest_q or seq_q, call.sequences.longest_k or seq_kv
     if crossover.is_short(
         query.device, batch=batch, heads=heads, seq_q=seq_q, seq_kv=seq_kv, head_dim=head_dim,
@@ -258,7 +269,7 @@ def _reason_against(
 
 
 def _reason_against_training(call: Any, q: torch.Tensor, mask: Any, window: int | None, seen: int) -> str | None:
-    """Why the gradient of a call that INT8 can do must be that of exact attention, or None. q: [B, S_q, H, D]."""
+    """Return the reason to run a training call in 16 bit that INT8 could do, or None. q: [B, S_q, H, D]."""
     if call.softcap or call.sinks is not None or (window is not None and window < seen):
         return "no_backward"
     return None if sage_kernels.has_fused_backward(q, mask) else "no_backward"
@@ -267,19 +278,20 @@ def _reason_against_training(call: Any, q: torch.Tensor, mask: Any, window: int 
 def _attend_cache(
     implementation: Implementation, call: Call, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> torch.Tensor:
-    """Attention on keys and values that an INT8 cache returned as codes."""
+    """Run attention on keys and values that an INT8 cache returned."""
     from . import kv_cache
 
-    stored = kv_cache.stored_int8(key, value)
+    stored = kv_cache.quantized_kv_of(key, value)
     if stored is None:
         raise TypeError(
-            f"key of {call.label}: got {type(key).__name__}, expected a tensor or what sage_processors.Int8KVCache "
-            "returns"
+            f"key of {call.label}: got {type(key).__name__}, expected a tensor, or a layer of a "
+            "sage_processors.Int8KVCache"
         )
-    if needs_gradient(call, query):  # what the keys were made of is not in their codes: it would be a part of it
+    if needs_gradient(call, query):  # codes have no graph back to the tokens that they were made of
         raise NotImplementedError(
-            f"query of {call.label}: got one that needs a gradient together with an INT8 cache, expected inference: "
-            "codes pass none on to the tokens before; call the model under torch.no_grad(), or use an ordinary cache"
+            f"query of {call.label}: got one that needs a gradient together with an INT8 cache, expected inference, "
+            "because codes pass no gradient on to earlier tokens; call the model under torch.no_grad(), or use an "
+            "ordinary cache"
         )
     if call.dropout or call.weights or call.unknown:
         what = "dropout" if call.dropout else "output_attentions" if call.weights else call.unknown[0]
@@ -293,7 +305,7 @@ def _attend_cache(
         mask, window = plain_mask(call.mask), None
     if mask is not None and seen < seq_kv:
         mask = torch.nn.functional.pad(mask, (0, seq_kv - seen), value=-torch.inf)
-    # whichever end the rows were counted from: those of a cache are its newest tokens
+    # the rows are the cache's newest tokens, whichever end they were counted from
     causal = "bottom_right" if causal else False
     count(call.module, implementation, INT8_CACHE, query.device)
     return kv_cache.attend(
@@ -302,8 +314,11 @@ def _attend_cache(
     )  # fmt: skip
 
 
-def _stay_exact(implementation: Any, call: Any, reason: str, device: torch.device) -> None:
-    """Count a call that runs exact attention; or raise with on_unsupported="raise" unless it is merely short."""
+def _note_fallback(implementation: Any, call: Any, reason: str, device: torch.device) -> None:
+    """Count and log a call that runs in 16 bit.
+
+    With on_unsupported="raise", raises UnsupportedAttentionError if the call is not merely short.
+    """
     if implementation.on_unsupported == "raise" and reason != "short":
         (_refuse_export if is_exporting() else _refuse)(call.label, reason)
     count(call.module, implementation, reason, device)
@@ -319,20 +334,20 @@ def _refuse(label: str, reason: str) -> None:
     error.args = (
         f"attention of layer {label!r}: got a call that INT8 attention can't do (reason {reason!r}), "
         f'expected a supported one because the implementation is strict; {remedy}use the one without "_strict", '
-        "which runs such calls exactly",
+        "which runs such calls in 16 bit",
     )
     raise error
 
 
-# the tracer of an export can't make this error by itself; that of torch.compile leaves the layer to Python instead
+# torch.export can't trace the making of this error, so it gets a constant; torch.compile leaves the layer to Python
 _refuse_export = torch.compiler.assume_constant_result(lambda label, reason: _refuse(label, reason))
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _say_exported(label: str, reason: str) -> None:
-    """An exported program has no report to look into: every layer is named while it is made."""
+    """Log the name of a layer that is exported in 16 bit, as an exported program has no report."""
     logger.warning(
-        "%s is exported with exact attention (reason: %s%s); a strict implementation raises instead", label, reason,
+        "%s is exported without INT8 (reason: %s%s); a strict implementation raises instead", label, reason,
         f"; {REMEDIES[reason]}" if reason in REMEDIES else "",
     )  # fmt: skip
 
@@ -346,9 +361,9 @@ def _log_once(call: Call, reason: str) -> None:
     if reason == "unknown_argument":
         reason += ": " + ", ".join(sorted(call.unknown))
     logger.log(
-        # short calls are meant to be exact; of the others one warning a reason
+        # short calls run in 16 bit on purpose; the others get one warning for each reason
         logging.INFO if reason == "short" else logging.WARNING if first_of_reason else logging.DEBUG,
-        "%s runs exact attention (reason: %s%s); sage_processors.attention_report(model) lists all layers",
+        "%s runs without INT8 (reason: %s%s); sage_processors.attention_report(model) lists all layers",
         layer.__name__,
         reason,
         f"; {REMEDIES[reason]}" if reason in REMEDIES else "",

@@ -1,4 +1,4 @@
-"""One call of an attention function of transformers: what it asks for, and the model's own exact way to do it."""
+"""One call of a transformers attention function, and the model's own attention to fall back to."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ except ImportError as error:
         "sage_processors needs transformers 5.10.1 or newer for this: pip install 'sage-processors[transformers]'"
     ) from error
 
-# Arguments that reach an attention function and do not change what it computes: the mask, the cache and the rotary
-# embedding have used them already.
+# Arguments of an attention function that do not change its result, because the mask, the cache or the rotary embedding
+# has used them already.
 HARMLESS = frozenset(
     (
         "position_ids",
@@ -30,7 +30,7 @@ HARMLESS = frozenset(
         "position_embeddings",
         "use_cache",
         "past_key_values",
-        "cache",  # the same in newer versions of transformers; a paged one is refused: visible.py
+        "cache",  # name of past_key_values in newer versions of transformers; visible.py refuses a paged one
         "output_hidden_states",
         "output_router_logits",
         "return_dict",
@@ -40,7 +40,7 @@ HARMLESS = frozenset(
         "shift_labels",
         "token_type_ids",
         "mm_token_type_ids",
-        "deterministic",  # every kernel of ours is
+        "deterministic",  # all our kernels are
         "seq_idx",  # of convolutions and linear attention
         "cu_seq_lens_q",  # of packed sequences: see visible.py
         "cu_seq_lens_k",
@@ -51,8 +51,12 @@ HARMLESS = frozenset(
 
 
 class Sequences(NamedTuple):
-    """Sequences packed into one row: 0 and their ends among queries and keys, int32 [sequences + 1], and how many
-    tokens the longest ones have, 0 if nobody said so."""
+    """Sequences packed into one row of a batch.
+
+    Attributes:
+        q_ends, k_ends: int32 [sequences + 1], 0 and the end of each sequence, among queries and among keys.
+        longest_q, longest_k: tokens of the longest sequence; 0 if unknown.
+    """
 
     q_ends: torch.Tensor
     k_ends: torch.Tensor
@@ -62,13 +66,22 @@ class Sequences(NamedTuple):
 
 @dataclass
 class Call:
-    """The arguments of an attention function of transformers, beside query, key and value.
+    """Arguments of a transformers attention function beside query, key and value.
 
-    Attributes: module; mask: None, BandMask, bool or float [B or 1, H or 1, S_q, S_kv], the one authority on windows
-        where there is one; dropout; scaling; is_causal: rows see keys up to their own number where mask is None and
-        there is more than one; position_bias: None or float [B or 1, H, S_q, S_kv], added to the scores; softcap;
-        sinks: None or [H]; sliding_window; weights: whether they are asked for; others: everything else, not None;
-        sequences: those packed into the row, which the mask (None or a BandMask) then does not hold apart.
+    Attributes:
+        module: the attention layer.
+        mask: None, BandMask, bool or float [B or 1, H or 1, S_q, S_kv]. Where there is a mask, it alone says which
+            keys a sliding window hides.
+        dropout: probability.
+        scaling: softmax scale; None is head_dim ** -0.5.
+        is_causal: row i sees keys up to i, if mask is None and there is more than one row.
+        position_bias: None or float [B or 1, H, S_q, S_kv], added to the scores.
+        softcap: None or a number.
+        sinks: None or [H], logits of attention sinks.
+        sliding_window: None or a number of tokens.
+        weights: True if the attention weights are asked for.
+        others: {name: value} of all other arguments that are not None.
+        sequences: sequences packed into the row. The mask is then None or a BandMask, and does not separate them.
     """
 
     module: torch.nn.Module
@@ -86,37 +99,41 @@ class Call:
 
     @property
     def unknown(self) -> list[str]:
-        """Names of the arguments that may change the result in a way we don't know."""
+        """Names of arguments that may change the result in a way unknown to this package."""
         return [name for name in self.others if name not in HARMLESS]
 
     @property
     def label(self) -> str:
+        """Name of the layer for messages: its class and its number, if it has one."""
         index = getattr(self.module, "layer_idx", None)
         return type(self.module).__name__ + ("" if index is None else f" {index}")
 
 
 def masking(call: Call, seq_q: int, seq_kv: int):
-    """attn_mask, causal and window of sage_attention, and how many keys from the first any row may see."""
+    """Return (attn_mask, causal, window, seen) for sage_attention on the first `seen` keys.
+
+    No row sees a later key.
+    """
     mask = call.mask
     causal = mask is None and call.is_causal and seq_q > 1
     if call.position_bias is not None:
-        seen = min(seq_q, seq_kv) if causal else seq_kv  # as in transformers: an empty static cache is cut off
-        return _biased(call, seq_q, seen, causal), False, None, seen
+        seen = min(seq_q, seq_kv) if causal else seq_kv  # as transformers does: cut off a static cache's empty slots
+        return _bias_mask(call, seq_q, seen, causal), False, None, seen
     if not isinstance(mask, BandMask):
         return mask, "top_left" if causal else False, None, seq_kv
     if mask.shape[2] != seq_q or mask.shape[3] != seq_kv:
         return plain_mask(mask), False, None, seq_kv
     window = None if mask.left == UNLIMITED else mask.left + 1
     if mask.right == 0 and mask.offset + seq_q <= seq_kv:
-        causal = seq_q > 1 or window is not None  # one row sees all keys up to its own
+        causal = seq_q > 1 or window is not None  # a single row sees all keys up to its own anyway
         return None, "bottom_right" if causal else False, window, mask.offset + seq_q
     if mask.right == mask.left and mask.offset == 0 and seq_q == seq_kv:
         return None, False, window, seq_kv
     return plain_mask(mask), False, None, seq_kv
 
 
-def _biased(call: Call, seq_q: int, seen: int, causal: bool) -> torch.Tensor:
-    """Position bias and mask as one float mask: -inf hides."""
+def _bias_mask(call: Call, seq_q: int, seen: int, causal: bool) -> torch.Tensor:
+    """Return position bias and mask as one float mask, with -inf at hidden keys."""
     bias: Any = call.position_bias
     mask = plain_mask(call.mask)
     if causal:
@@ -127,17 +144,17 @@ def _biased(call: Call, seq_q: int, seen: int, causal: bool) -> torch.Tensor:
 
 
 def causal_mask(seq_q: int, seq_kv: int, device) -> torch.Tensor:
-    """bool [1, 1, S_q, S_kv]: row i sees keys up to i."""
+    """Return a bool mask [1, 1, S_q, S_kv] in which row i sees keys up to i."""
     rows, keys = torch.arange(seq_q, device=device), torch.arange(seq_kv, device=device)
     return (keys <= rows[:, None])[None, None]
 
 
-def exact(call: Call, query, key, value):
-    """The model's own exact attention: transformers' SDPA function, or the eager one for what SDPA would ignore.
+def stock_attention(call: Call, query, key, value):
+    """Run the model's own attention: SDPA, or the eager function for arguments that SDPA would ignore.
 
-    Both are looked up at every call, as the model's own code does: tools put other functions in their place.
+    Both are looked up at every call, as in the model's own code, because tools replace them.
     """
-    # SDPA reads a scale as a number: gradients through a tensor would end there
+    # SDPA reads a scale as a number, which would end the gradients through a tensor
     by_eager = call.weights or call.softcap or call.sinks is not None or call.unknown
     if not (by_eager or isinstance(call.scaling, torch.Tensor)):
         return ALL_ATTENTION_FUNCTIONS["sdpa"](
@@ -146,7 +163,7 @@ def exact(call: Call, query, key, value):
         )  # fmt: skip
     eager = _eager_function(call)
     mask, bias = plain_mask(call.mask), call.position_bias
-    if mask is None and call.is_causal and query.shape[2] > 1:  # eager functions apply what the mask says, no more
+    if mask is None and call.is_causal and query.shape[2] > 1:  # eager functions apply the mask and nothing else
         seen = min(query.shape[2], key.shape[2])
         key, value, mask = key[:, :, :seen], value[:, :, :seen], causal_mask(query.shape[2], seen, query.device)
         bias = None if bias is None else bias[..., :seen]
@@ -160,26 +177,30 @@ def exact(call: Call, query, key, value):
 
 
 def _eager_function(call: Call):
-    """The eager function of the module's own forward. Raises NotImplementedError if it would drop an argument."""
+    """Return the eager function that the module's forward names.
+
+    Raises: NotImplementedError if there is none, or if it would drop an argument.
+    """
     eager, named_by_forward = (_traced_eager_of if torch.compiler.is_compiling() else _eager_of)(type(call.module))
     if eager is None:
         raise NotImplementedError(
-            f"{call.label}: got {', '.join(call.unknown) or 'softcap, sinks or output_attentions'} and no "
-            "eager_attention_forward beside its class, expected one; use set_attn_implementation('sdpa')"
+            f"{call.label}: got {', '.join(call.unknown) or 'softcap, sinks or output_attentions'}, expected a class "
+            "with an eager_attention_forward in its module; use set_attn_implementation('sdpa')"
         )
     taken, reads_sinks = _arguments_of(eager)
-    if not taken:  # (*args, **kwargs): it hands everything on
+    if not taken:  # (*args, **kwargs) hands everything on
         return eager
     given = {"position_bias": call.position_bias, "softcap": call.softcap or None, "s_aux": call.sinks}
     dropped = [name for name, x in given.items() if x is not None and name not in taken]
     if reads_sinks:  # from the module
         dropped = [name for name in dropped if name != "s_aux"]
-    # what forward itself hands to implementations whose names it does not know, it has told the others otherwise
+    # arguments that forward itself adds for implementations unknown to it; the eager function learns them elsewhere,
+    # such as from the mask
     dropped += [name for name in call.unknown if name in named_by_forward and name not in taken]
     if dropped:
         raise NotImplementedError(
             f"{call.label}: got {', '.join(dropped)}, which {getattr(eager, '__name__', eager)} does not take and "
-            "which change the result, expected arguments that it takes; use set_attn_implementation('sdpa') or 'eager'"
+            "would drop, expected arguments that it takes; use set_attn_implementation('sdpa') or 'eager'"
         )
     return eager
 
@@ -193,19 +214,21 @@ def _arguments_by_function(eager: Any) -> tuple[tuple[str, ...], bool]:
 
 @torch.compiler.assume_constant_result
 def _arguments_of(eager: Any) -> tuple[tuple[str, ...], bool]:
-    """The named arguments of an eager function below its decorators, and whether it reads sinks by itself."""
+    """Return the argument names of an eager function below its decorators; True if it reads module.sinks."""
     return _arguments_by_function(eager)
 
 
 def _eager_of(kind: Any) -> tuple[Any, tuple[str, ...]]:
-    """The eager function that a module class's forward names, or None, and all strings in that forward if it asks for
-    names of implementations."""
+    """Return the eager function named in the forward of a module class, and the strings in that forward.
+
+    The function is None if there is none. The strings are () if forward does not compare names of implementations.
+    """
     space, name, strings = _named_by(kind)
     return space.get(name), strings
 
 
 def _named_by(kind: Any) -> tuple[dict[str, Any], str, tuple[str, ...]]:
-    """Where the forward of a module class finds its eager function: (namespace, name, strings as in `_eager_of`)."""
+    """Return the namespace and name of a module class's eager function, and strings as in `_eager_of`."""
     for base in kind.__mro__:
         if "forward" in vars(base) and (found := _named_in(vars(base)["forward"])) is not None:
             return found
@@ -225,9 +248,10 @@ def _named_in(forward: Any) -> tuple[dict[str, Any], str, tuple[str, ...]] | Non
 
 @torch.compiler.assume_constant_result
 def _names_of(kind: Any) -> tuple[str, str, tuple[str, ...]]:
-    """(module, name, strings) of the eager function of a module class; no module where there is none.
+    """Return the names of a module class's eager function and its module, and strings as in `_eager_of`.
 
-    Constants for Dynamo, which would follow the search, and gives up where somebody writes to a class meanwhile.
+    The module is "" if there is no such function. These are constants for Dynamo. Otherwise it would trace the search,
+    and give up if a class is written to meanwhile.
     """
     space, name, strings = _named_by(kind)
     module = space.get("__name__", "")
@@ -236,7 +260,10 @@ def _names_of(kind: Any) -> tuple[str, str, tuple[str, ...]]:
 
 
 def _traced_eager_of(kind: Any) -> tuple[Any, tuple[str, ...]]:
-    """`_eager_of` where Dynamo traces: it is read from its module, so that the graph is made anew for another one."""
+    """Do the same as `_eager_of` while Dynamo traces.
+
+    Reads the function from its module, so that Dynamo compiles again when another function takes its place.
+    """
     module, name, strings = _names_of(kind)
     return getattr(sys.modules[module], name) if module else None, strings
 
@@ -246,8 +273,8 @@ def _strings(constants) -> frozenset[str]:
     return frozenset(x for x in constants if isinstance(x, str)).union(*inner)
 
 
-def only_of(call: Call, *tensors) -> bool:
-    """Whether all that PyTorch differentiates here are these tensors, backward: their gradients are known."""
+def differentiates_only(call: Call, *tensors) -> bool:
+    """True if nothing but these tensors needs a gradient, and nothing has a forward-mode tangent."""
     others = (call.mask, call.position_bias, call.sinks, call.scaling, call.softcap)
     given = [x for x in others if isinstance(x, torch.Tensor)]
     if torch.is_grad_enabled() and any(x.requires_grad for x in given):
@@ -257,11 +284,14 @@ def only_of(call: Call, *tensors) -> bool:
 
 
 def needs_gradient(call: Call, *tensors) -> bool:
-    """Whether PyTorch differentiates through this call, backward or forward: INT8 attention would drop that."""
+    """True if PyTorch differentiates through this call, in backward or forward mode.
+
+    INT8 attention would silently drop such a gradient.
+    """
     others = (call.mask, call.position_bias, call.sinks, call.scaling, call.softcap)
     given = (*tensors, *(x for x in others if isinstance(x, torch.Tensor)))
     if torch.is_grad_enabled() and any(x.requires_grad for x in given):
         return True
-    if torch.compiler.is_compiling():  # a tangent can't be read there, and PyTorch traces none into a compiled call
+    if torch.compiler.is_compiling():  # tangents can't be read here, and PyTorch traces none into a compiled call
         return False
     return any(forward_ad.unpack_dual(x).tangent is not None for x in given if not isinstance(x, BandMask))

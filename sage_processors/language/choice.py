@@ -1,10 +1,10 @@
-"""Say it when one of our names is chosen for a model in which nothing can run it: Mamba, RWKV, convolutions.
+"""Warnings and errors for models that can't run our attention implementations, such as Mamba or RWKV.
 
-transformers takes a registered name for any model. One without attention, or whose attention does not ask for an
-implementation, never calls us: not even a strict name could raise there. So what a user calls to choose a name,
-set_attn_implementation and from_pretrained of transformers.PreTrainedModel, looks afterwards who would run it. And a
-model class whose own attention does not ask (Bloom, Falcon, Longformer) gets its default when it is made: under our
-name it would be given our masks, which leave out what only our attention puts back.
+transformers accepts a registered name for any model. A model without attention, or with attention that takes no
+implementation, never calls our functions, so not even a strict name could raise. set_attn_implementation and
+from_pretrained of transformers.PreTrainedModel are therefore wrapped, and look afterwards for a layer that runs the
+name. A model class with attention of its own that takes no implementation (Bloom, Falcon, Longformer) gets its default
+instead: under our name it would be given our masks, which leave out parts that only our attention adds again.
 """
 
 from __future__ import annotations
@@ -25,9 +25,13 @@ _watched: set[type] = set()
 
 
 def watch_choices(model_class: Any, implementations: dict) -> None:
-    """Have both methods of transformers.PreTrainedModel look after themselves. Repeating it changes nothing.
+    """Wrap the methods of transformers.PreTrainedModel that choose an implementation.
 
-    implementations: {name: options} of ours, read at each call.
+    Repeating it changes nothing.
+
+    Args:
+        model_class: transformers.PreTrainedModel.
+        implementations: {name: options} of our names, read at each call.
     """
     if model_class in _watched:
         return
@@ -38,7 +42,7 @@ def watch_choices(model_class: Any, implementations: dict) -> None:
     )
     if check is not None and can_choose is not None:
         model_class.get_correct_attn_implementation = _watched_check(check, implementations)
-    if choose is not None:  # in a transformers without them the report says it
+    if choose is not None:  # without these methods only the report tells
         model_class.set_attn_implementation = _watched_choice(choose, implementations)
     if isinstance(load, classmethod):
         model_class.from_pretrained = classmethod(_watched_load(load.__func__, implementations))
@@ -49,10 +53,10 @@ def _watched_check(check, implementations):
     def get_correct_attn_implementation(self, requested_attention, *args, **kwargs):
         name = check(self, requested_attention, *args, **kwargs)
         if name in implementations:
-            adds_masks(type(self.config))  # compiled code can only look it up
+            adds_masks(type(self.config))  # computed now, because compiled code can only look it up
         if name not in implementations or self._can_set_attn_implementation():
             return name
-        _say(self, [name], implementations)
+        _warn_or_raise(self, [name], implementations)
         return check(self, None, *args, **kwargs)
 
     return get_correct_attn_implementation
@@ -68,7 +72,7 @@ def _watched_choice(choose, implementations):
             refuse_unused(self, wanted, implementations)
         except UnsupportedAttentionError:
             for config, name in before:
-                config._attn_implementation = name  # parents first: this sets the parts' names, too
+                config._attn_implementation = name  # parents first: setting a parent's name sets its parts' too
             raise
         if wanted:
             follow_choice(self, implementations)
@@ -90,15 +94,17 @@ def _watched_load(load, implementations):
 
 
 def refuse_unused(model, wanted: set[str], implementations: dict) -> None:
-    """Warn of the wanted names of ours that no attention layer of the model runs.
+    """Warn about wanted names that no attention layer of the model runs.
 
-    Raises: UnsupportedAttentionError, reason "no_attention", if such a name is strict.
+    Raises: UnsupportedAttentionError with reason "no_attention" if such a name is strict.
     """
     unused = wanted - {module.config._attn_implementation for module in _layers(model)} if wanted else wanted
-    _say(model, sorted(unused, key=lambda name: implementations[name].on_unsupported != "raise"), implementations)
+    _warn_or_raise(
+        model, sorted(unused, key=lambda name: implementations[name].on_unsupported != "raise"), implementations
+    )
 
 
-def _say(model, names: list[str], implementations: dict) -> None:
+def _warn_or_raise(model, names: list[str], implementations: dict) -> None:
     for name in names:
         if implementations[name].on_unsupported == "raise":
             raise _error(model, name)
@@ -106,7 +112,7 @@ def _say(model, names: list[str], implementations: dict) -> None:
 
 
 def refuse_without_attention(model, name: str) -> None:
-    """Raise UnsupportedAttentionError if no layer of the model would run the name, were it chosen."""
+    """Raise UnsupportedAttentionError if no layer of the model could run the name."""
     if not any(True for _ in _layers(model)):
         raise _error(model, name)
 
@@ -125,7 +131,7 @@ def _layers(model):
 
 
 def _configs(model) -> list:
-    """The configs of the model and its parts, each once, a whole before its parts."""
+    """Return the configs of the model and its parts, each once, a parent before its parts."""
     found: list = []
     waiting = [module.config for module in model.modules() if hasattr(module, "config")]
     while waiting:
@@ -137,7 +143,7 @@ def _configs(model) -> list:
 
 
 def _names(chosen) -> list[str]:
-    """The names in what set_attn_implementation takes: a name, or a dict of names and dicts."""
+    """Return all names in an argument of set_attn_implementation: a name, or a dict of names and dicts."""
     if not isinstance(chosen, dict):
         return [chosen] if isinstance(chosen, str) else []
     return [name for part in chosen.values() for name in _names(part)]

@@ -1,6 +1,6 @@
-"""Preallocated layers of an Int8KVCache: every address and shape stays, so decoding compiles to one graph.
+"""Preallocated layers of an Int8KVCache, with fixed addresses and shapes for compiled decoding.
 
-The number of tokens lives on the device, where the kernels read it; the host knows it except after compiled calls.
+The number of tokens is on the device, where kernels read it. The host knows it too, except after compiled calls.
 """
 
 from __future__ import annotations
@@ -13,41 +13,52 @@ from sage_kernels import append_kv
 from sage_kernels.compat import mark_static_address
 
 from .kv_layers import BUFFERS, FIRST, VECTORS, Int8Layer
-from .kv_vectors import WINDOW, are_chosen_anew, choose_vectors
-from .quantized_kv import StoredKV
+from .kv_vectors import FIRST_TOKENS, choose_vectors, must_choose_again
+from .quantized_kv import QuantizedKV
 
 
 class Int8StaticLayer(Int8Layer):
-    """Room for max_cache_len tokens, allocated at the first update (or by Cache.early_initialization)."""
+    """Cache layer with room for max_cache_len tokens, allocated at the first update.
+
+    Cache.early_initialization allocates it earlier.
+    """
 
     is_compileable = True
-    _anew = "make a new Int8KVCache: reset() keeps the buffers of a static one as they are"
+    _how_to_restart = "make a new Int8KVCache: reset() keeps the buffers of a static one as they are"
 
     def __init__(self, max_cache_len: int, heads: frozenset = frozenset(), dims: frozenset = frozenset()):
         super().__init__(heads, dims)
         self.max_cache_len = max_cache_len
         self.is_empty = True
-        self.is_settled = False  # the vectors stay as they are
+        self.is_settled = False  # True once centre and balance are fixed
         self.cumulative_length = torch.tensor(0, dtype=torch.int64, device="cpu")
-        # None: compiled calls have added tokens, only the device knows how many
+        # None: compiled calls have added tokens, and only the device knows how many
         self._host_length: Any = 0
 
     def get_seq_length(self):
-        """Tokens seen: a tensor [] on the device once there are buffers, so that compiled models don't specialise."""
+        """Return the number of tokens seen.
+
+        It is 0 before the buffers are allocated, and then a tensor [] on the device, so compiled models don't
+        specialise on it.
+        """
         return self.cumulative_length if self.is_initialized else 0
 
     def get_max_length(self) -> int:
+        """Return max_cache_len."""
         return self.max_cache_len
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """As `Int8Layer.get_mask_sizes`; raises ValueError if `query_length` tokens do not fit any more."""
+        """Return the same as `Int8Layer.get_mask_sizes`. Raises ValueError if the tokens do not fit."""
         if not torch.compiler.is_compiling():
             self._check_room(query_length)
         return (query_length if self.is_empty else self.max_cache_len), 0
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
-        """As `Int8Layer.update`. Raises ValueError if the tokens do not fit; in a compiled call, where the host does
-        not know, they are then not written and attention gives NaN."""
+        """Store new tokens, as `Int8Layer.update`. Raises ValueError if they do not fit.
+
+        In a compiled call the host can't tell that they do not fit. They are then not written, and attention returns
+        NaN.
+        """
         trial = self._trial()
         trial._prepare(key_states, value_states)
         number = key_states.shape[2]
@@ -55,24 +66,27 @@ class Int8StaticLayer(Int8Layer):
             trial._check_room(number)
         first = self.is_empty
         again = trial._ready_vectors(key_states, value_states, first)
-        if self._is_trial and again is not None:  # whose buffers are another's
+        if self._is_trial and again is not None:  # a trial shares its buffers with another layer
             trial._map(torch.clone)
-        trial._write(key_states, value_states)  # into slots that hold nothing
+        trial._write(key_states, value_states)  # into empty slots
         self._take(trial)
         self._settle(key_states, value_states, first, again)
         self._count(number)
         return (key_states, value_states) if first else (self._stored(0, self),) * 2
 
     def _ready_vectors(self, key_states, value_states, first: bool):
-        """Choose the vectors, if that is still to be done. Returns new content of the slots that hold tokens, which
-        were stored with others; None where these stay, or have been stored again."""
+        """Choose centre and balance, if they are not fixed yet.
+
+        Returns: new buffers for the older tokens, quantised with the new vectors. None if these tokens stay as they
+            are, or have already been quantised again in place.
+        """
         if first:
             self._choose_vectors(key_states, value_states)
         elif self.is_settled:
             pass
         elif torch.compiler.is_compiling():
             self._store_again_compiled(key_states, value_states)
-        elif are_chosen_anew(self._length(), key_states.shape[2], self._window()):
+        elif must_choose_again(self._length(), key_states.shape[2], self._first_tokens()):
             keys, values = (x[:, :, : self._length()] for x in self._first())
             self._choose_vectors(torch.cat([keys, key_states], 2), torch.cat([values, value_states], 2))
             again = tuple(x[:, :, : self._length()].clone() for x in self._buffers())
@@ -81,30 +95,36 @@ class Int8StaticLayer(Int8Layer):
         return None
 
     def _store_again_compiled(self, key_states, value_states) -> None:
-        """As the eager way, but of fixed shapes and in place: the host does not know how many tokens there are."""
+        """Choose centre and balance again and requantise the first tokens, with fixed shapes and in place.
+
+        In compiled code the host does not know the number of tokens, so this runs in each call. If it is not the time
+        to choose again, it changes nothing.
+        """
         seen, number = self.cumulative_length, key_states.shape[2]
-        slots = torch.arange(self._window(), device=self.device)
+        slots = torch.arange(self._first_tokens(), device=self.device)
         source = slots - seen
         for held, new in zip(self._first(), (key_states, value_states), strict=True):
             rows = new.detach().index_select(2, source.clamp(0, number - 1)).to(held.dtype)
             held.copy_(torch.where(((source >= 0) & (source < number))[:, None], rows, held))
-        anew = are_chosen_anew(seen, number, self._window())
+        anew = must_choose_again(seen, number, self._first_tokens())
         chosen = choose_vectors(*self._first(), slots < seen + number, first_stays=not self.is_sliding)
         for vector, new in zip((self.k_mean, self.k_balance), chosen, strict=True):
             vector.copy_(torch.where(anew, new, vector))
-        # where the vectors stay, behind the buffers: nothing is written there
+        # if the vectors stay, the position is after the end of the buffers, where nothing is written
         position = torch.where(anew, 0, self.k_codes.shape[2])
         keys, values = self._first()
         append_kv(keys, values, self.k_mean, *self._buffers(), position=position, k_balance=self.k_balance)
 
     def _settle(self, key_states, value_states, first: bool, again) -> None:
-        """Put down what `_ready_vectors` returned, and hold the new tokens if they are among the first. Allocates
-        nothing."""
+        """Write back requantised older tokens, and keep new ones in 16 bit if they are among the first.
+
+        again: the result of `_ready_vectors`. Allocates nothing.
+        """
         compiling = torch.compiler.is_compiling()
         if not first and (self.is_settled or (compiling and not self.is_sliding)):
             return
-        begin, number, capacity = 0 if first else self._length(), key_states.shape[2], self._window()
-        overwritten = max(begin + number - self.k_codes.shape[2], 0)  # by new tokens, in a ring
+        begin, number, capacity = 0 if first else self._length(), key_states.shape[2], self._first_tokens()
+        overwritten = max(begin + number - self.k_codes.shape[2], 0)  # slots of a ring that new tokens took
         for buffer, x in zip(self._buffers(), again or (), strict=False):
             buffer[:, :, overwritten:begin].copy_(x[:, :, overwritten:])
         if first or not compiling:
@@ -113,7 +133,7 @@ class Int8StaticLayer(Int8Layer):
         self.is_settled = begin + number >= capacity
 
     def _choose_vectors(self, key_states, value_states) -> None:
-        if torch.compiler.is_compiling():  # without a trial, so in place here
+        if torch.compiler.is_compiling():  # there is no trial copy, so in place
             mean, balance = choose_vectors(key_states, value_states, first_stays=not self.is_sliding)
             self.k_mean.copy_(mean)
             self.k_balance.copy_(balance)
@@ -121,7 +141,7 @@ class Int8StaticLayer(Int8Layer):
             super()._choose_vectors(key_states, value_states)
 
     def _count(self, number: int) -> None:
-        """`number` tokens have been written. Allocates nothing, but in a trial."""
+        """Add `number` to the number of tokens. Allocates nothing, except in a trial."""
         if self._is_trial:
             self.cumulative_length = self.cumulative_length + number
         else:
@@ -133,25 +153,29 @@ class Int8StaticLayer(Int8Layer):
         self.is_empty = False
 
     def crop(self, tokens_to_remove: int) -> None:
+        """Forget the newest -tokens_to_remove tokens. tokens_to_remove: an int <= 0."""
         number = self._checked_crop(tokens_to_remove)
         if self.is_initialized and number:
             length = self._length() - number
             fields: dict[str, Any] = {"_host_length": length, "is_empty": length == 0}
-            fields["is_settled"] = self.is_settled and length >= self._window()  # the first tokens are still held
+            fields["is_settled"] = (
+                self.is_settled and length >= self._first_tokens()
+            )  # the first tokens are still held
             fields["cumulative_length"] = torch.full_like(self.cumulative_length, length)
-            self._whole(lambda trial: trial.__dict__.update(fields))
+            self._all_or_nothing(lambda trial: trial.__dict__.update(fields))
 
     def reset(self) -> None:
-        """Forget the tokens; the buffers stay where they are."""
+        """Forget all tokens. The buffers stay allocated."""
         self.cumulative_length.zero_()
         self._host_length = 0
         self.is_empty, self.is_settled = True, False
 
     def activate_past_recording(self) -> None:
-        """Nothing to do: a crop finds all tokens still there."""
+        """Do nothing, as this layer keeps all tokens anyway."""
 
     @property
-    def keys(self) -> StoredKV | None:
+    def keys(self) -> QuantizedKV | None:
+        """The layer's tokens for attention, both as keys and as values; None before the first token."""
         return self._stored(0, self) if self.is_initialized and not self.is_empty else None
 
     @keys.setter
@@ -163,11 +187,11 @@ class Int8StaticLayer(Int8Layer):
     def _initialize(self, key_states, value_states) -> None:
         super()._initialize(key_states, value_states)
         self.cumulative_length = self.cumulative_length.to(self.device)
-        shape = (self.batch_size, self.num_heads, self._window(), self.head_dim)
+        shape = (self.batch_size, self.num_heads, self._first_tokens(), self.head_dim)
         self.first_keys, self.first_values = (torch.empty(shape, dtype=self.dtype, device=self.device) for _ in FIRST)
 
     def _pin(self) -> None:
-        """Tell Dynamo that the addresses stay, without which there are no CUDA graphs."""
+        """Mark the tensors' addresses as fixed for Dynamo, so that it can use CUDA graphs."""
         if not torch.compiler.is_compiling():
             for x in (*self._tensors().values(), self.cumulative_length):
                 mark_static_address(x)
@@ -175,8 +199,8 @@ class Int8StaticLayer(Int8Layer):
     def _first_capacity(self) -> int:
         return self.max_cache_len
 
-    def _window(self) -> int:
-        return min(WINDOW, self._first_capacity())
+    def _first_tokens(self) -> int:
+        return min(FIRST_TOKENS, self._first_capacity())
 
     def _length(self) -> int:
         if self._host_length is None:
@@ -187,7 +211,7 @@ class Int8StaticLayer(Int8Layer):
         if self._length() + number > self.max_cache_len:
             raise ValueError(
                 f"key_states: got {number} tokens after {self._length()}, expected at most {self.max_cache_len} in "
-                "all: make the cache with a larger max_cache_len, or call reset()"
+                "all; make the cache with a larger max_cache_len, or call reset()"
             )
 
     def _write(self, key_states, value_states) -> None:
@@ -196,14 +220,14 @@ class Int8StaticLayer(Int8Layer):
             k_balance=self.k_balance,
         )  # fmt: skip
 
-    def _stored(self, begin: int, owner) -> StoredKV:
+    def _stored(self, begin: int, owner) -> QuantizedKV:
         buffers = self._buffers()
         vectors = (self.k_mean, self.k_balance)
         parts = [*buffers, *vectors, self.cumulative_length, False, self.dtype, owner]
-        return StoredKV(*parts)
+        return QuantizedKV(*parts)
 
     def _take(self, trial) -> None:
-        """In place where shapes stay, so that compiled code stays valid."""
+        """Take over the fields of `trial`, in place if shapes allow, so that compiled code stays valid."""
         if trial is self:
             return
         moved = False
@@ -223,9 +247,10 @@ class Int8StaticLayer(Int8Layer):
 
 
 class Int8StaticSlidingLayer(Int8StaticLayer):
-    """A ring of the last min(sliding_window, max_cache_len) tokens: a new token takes the place of the oldest.
+    """Ring buffer of the last min(sliding_window, max_cache_len) tokens.
 
-    The host counts its tokens in compiled calls too (the mask's offset is a number), as transformers' own layer does.
+    A new token takes the slot of the oldest. The host counts tokens in compiled calls too, as transformers' own layer
+    does, because the mask's offset is an int.
     """
 
     is_croppable = False
@@ -237,12 +262,15 @@ class Int8StaticSlidingLayer(Int8StaticLayer):
         self.ring = min(sliding_window, max_cache_len)
 
     def get_seq_length(self):
+        """Return the number of tokens seen, an int."""
         return self._host_length
 
     def get_max_length(self) -> int:
+        """Return the number of slots of the ring."""
         return self.ring
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return the same as `Int8Layer.get_mask_sizes`. Raises ValueError if the tokens do not fit."""
         self._check_room(query_length)
         seen = self._host_length
         first = max(seen - self.ring + 1, 0)
@@ -253,8 +281,11 @@ class Int8StaticSlidingLayer(Int8StaticLayer):
         return min(seen, self.ring - 1) + query_length, first
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
-        """As `Int8StaticLayer.update`. Several tokens that overwrite what their own windows reach are attended to in a
-        chronological copy of the ring's codes."""
+        """Store new tokens, as `Int8StaticLayer.update`.
+
+        If the new tokens overwrite older ones that they still see, it returns a copy of the codes in chronological
+        order, taken before.
+        """
         trial = self._trial()
         trial._prepare(key_states, value_states)
         number = key_states.shape[2]
@@ -263,9 +294,9 @@ class Int8StaticSlidingLayer(Int8StaticLayer):
         again = trial._ready_vectors(key_states, value_states, first)
         if not first and not trial._fits(number):
             chronological = trial._chronological(key_states, value_states, self, again)
-        if chronological is not None and number >= self.ring:  # nothing old is left
+        if chronological is not None and number >= self.ring:  # no older token is left
             trial._choose_vectors(key_states, value_states)
-        if self._is_trial:  # whose buffers are another's, and the ring overwrites what they hold
+        if self._is_trial:  # a trial shares its buffers with another layer, and the ring overwrites tokens in them
             trial._map(torch.clone)
         trial._write(key_states, value_states)
         self._take(trial)
@@ -276,11 +307,15 @@ class Int8StaticSlidingLayer(Int8StaticLayer):
         return (self._stored(0, self) if chronological is None else chronological,) * 2
 
     def crop(self, tokens_to_remove: int) -> None:
+        """Forget the newest -tokens_to_remove tokens.
+
+        Raises: RuntimeError if the ring has overwritten older tokens.
+        """
         number = self._checked_crop(tokens_to_remove)
         if number and self._host_length > self.ring:
             raise RuntimeError(
-                f"crop: got {tokens_to_remove} on a ring of {self.ring} that has gone round, expected fewer tokens "
-                "seen: what they replaced is gone; use Int8KVCache(config) without max_cache_len"
+                f"crop: got {tokens_to_remove} on a ring of {self.ring} that has gone round, expected fewer tokens, "
+                "as it has overwritten older ones; use Int8KVCache(config) without max_cache_len"
             )
         super().crop(tokens_to_remove)
 
@@ -288,14 +323,14 @@ class Int8StaticSlidingLayer(Int8StaticLayer):
         return self.ring
 
     def _check_room(self, number: int) -> None:
-        if self.sliding_window > self.max_cache_len:  # else the ring may go round for ever
+        if self.sliding_window > self.max_cache_len:  # otherwise the ring may go round any number of times
             super()._check_room(number)
 
     def _fits(self, number: int) -> bool:
-        """Whether `number` more tokens overwrite nothing that one of their own windows reaches."""
+        """True if `number` more tokens overwrite no token that one of them still sees."""
         return number == 1 or self._host_length + number <= self.ring
 
-    def _chronological(self, key_states, value_states, owner, again) -> StoredKV:
+    def _chronological(self, key_states, value_states, owner, again) -> QuantizedKV:
         kept, number = min(self._host_length, self.ring - 1), key_states.shape[2]
         slots = torch.arange(self._host_length - kept, self._host_length, device=self.device) % self.ring
         mean, balance = self.k_mean.clone(), self.k_balance.clone()
@@ -306,7 +341,7 @@ class Int8StaticSlidingLayer(Int8StaticLayer):
             buffers.append(new)
         append_kv(key_states, value_states, mean, *buffers, position=kept, k_balance=balance)
         parts = [*buffers, mean, balance, None, False, self.dtype, owner]
-        return StoredKV(*parts)
+        return QuantizedKV(*parts)
 
     def _write(self, key_states, value_states) -> None:
         skipped = max(key_states.shape[2] - self.ring, 0)
@@ -315,7 +350,7 @@ class Int8StaticSlidingLayer(Int8StaticLayer):
             position=self.cumulative_length + skipped, ring=True, k_balance=self.k_balance,
         )  # fmt: skip
 
-    def _stored(self, begin: int, owner) -> StoredKV:
+    def _stored(self, begin: int, owner) -> QuantizedKV:
         stored = super()._stored(begin, owner)
         stored.ring = True
         return stored

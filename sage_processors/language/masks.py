@@ -1,12 +1,12 @@
-"""The masks of transformers models that run our attention: what the op can say in two numbers is not written out.
+"""Masks for transformers models with our attention: bands without storage, other masks written out.
 
-A causal mask of 32,768 tokens is 1 GiB of booleans. transformers builds it for every prefill that continues a cache
-and for every layer with a sliding window. Here these masks are `BandMask`s, which know their band; everything that the
-op can't express is transformers' own boolean mask.
+A causal mask of 32,768 tokens is 1 GiB of booleans. transformers builds one for every prefill that continues a cache,
+and for every layer with a sliding window. Here these masks are `BandMask`s, which hold only the limits of the band.
+Any other mask is transformers' own boolean mask.
 
-A model hands its masks to more than attention functions: to layers that attend by themselves, to routers of experts.
-One that transformers does not run with SDPA knows masks that are added, of numbers, alone, and booleans would be
-added without a word. Such a model gets `AddedMask`s.
+A model also hands its masks to other code, such as layers with attention of their own and expert routers. If
+transformers does not run a model with SDPA, this code adds masks to its scores, and would add booleans as 0 and 1
+without an error. Such a model gets `AddedMask`s.
 """
 
 from __future__ import annotations
@@ -37,19 +37,21 @@ except ImportError as error:
 
 try:
     from transformers.masking_utils import remap_positions_for_packed_sequence
-except ImportError:  # versions in which rows of packed sequences keep their place in the whole row
+except ImportError:  # in older versions, positions in packed sequences are those in the whole row
     remap_positions_for_packed_sequence = None
 
-UNLIMITED = -1
+UNLIMITED = -1  # side of a band without a limit
 
 
 class BandMask(torch.Tensor):
-    """A bool mask [B, 1, S_q, S_kv] (True: visible) of a band of keys around every row, without storage.
+    """Bool mask [B, 1, S_q, S_kv] of a band of visible keys around every row, without storage.
 
-    Row i, at key position i + offset, sees keys from `left` before it to `right` after it (UNLIMITED: no bound); of
-    packed sequences (`longest` > 0: tokens of the longest one), only those of its own.
-    To other code it is a tensor with these values: any operation on it gets the plain mask, but a move to another
-    device, which a model spread over several makes before every layer.
+    Row i has the key position i + offset. It sees keys from `left` before it to `right` after it. UNLIMITED is no
+    limit. With packed sequences, it sees only keys of its own sequence. `longest` is then the number of tokens of the
+    longest sequence, else 0.
+
+    Other code can use it as a tensor. Any operation gets the mask written out, except a move to another device. A
+    model spread over several devices moves its masks before every layer.
     """
 
     offset: int
@@ -60,19 +62,21 @@ class BandMask(torch.Tensor):
 
     @staticmethod
     def __new__(cls, shape, offset: int, left: int, right: int, anchor: torch.Tensor, longest: int = 0):
-        """anchor: any tensor on the mask's device, which is what torch.compile holds on to; of packed sequences, 0 and
-        their ends, int32 [sequences + 1]."""
+        """Make a mask on the device of `anchor`, a tensor that torch.compile can hold on to.
+
+        With packed sequences, `anchor` is 0 and the ends of the sequences, int32 [sequences + 1].
+        """
         mask = make_wrapper_subclass(cls, tuple(shape), dtype=torch.bool, device=anchor.device)
         mask.offset, mask.left, mask.right, mask.longest, mask._anchor = offset, left, right, longest, anchor
         return mask
 
     @property
     def ends(self) -> torch.Tensor | None:
-        """0 and the ends of the packed sequences, int32; None if there is one."""
+        """0 and the ends of the packed sequences, int32 [sequences + 1]; None without packed sequences."""
         return self._anchor if self.longest else None
 
     def plain(self) -> torch.Tensor:
-        """The mask written out, [B, 1, S_q, S_kv] bool; samples share their memory."""
+        """Return the mask written out, bool [B, 1, S_q, S_kv]. All samples share the same memory."""
         return _in_band(self.shape, self.offset, self.left, self.right, self._anchor.device, self.ends)
 
     @classmethod
@@ -82,7 +86,7 @@ class BandMask(torch.Tensor):
             mask = args[0]
             anchor = mask._anchor.to(kwargs.get("device"), non_blocking=kwargs.get("non_blocking", False))
             return BandMask(mask.shape, mask.offset, mask.left, mask.right, anchor, mask.longest)
-        # contiguous: code that asked for our strides got those of a contiguous tensor
+        # contiguous, as are the strides that this class reports
         args, kwargs = map_only(BandMask, lambda mask: mask.plain().contiguous(), (args, kwargs))
         return func(*args, **kwargs)
 
@@ -102,17 +106,18 @@ class BandMask(torch.Tensor):
 
 
 class AddedMask(torch.Tensor):
-    """What our attention is asked of a mask [B, 1, S_q, S_kv], and to all other code the mask that `eager` attention
-    adds to its scores, in the model's dtype: 0 where a key is visible, the lowest number elsewhere.
+    """Mask [B, 1, S_q, S_kv] to be added to scores, for models in which other code adds the masks too.
 
-    It has no storage of its own: any operation but a move to another device writes it out.
+    Its values, in the model's dtype, are those of transformers' `eager` masks: 0 at visible keys and the lowest number
+    elsewhere. It has no storage: any operation except a move to another device writes it out. Our attention reads
+    `visible` instead.
     """
 
     visible: torch.Tensor
 
     @staticmethod
     def __new__(cls, visible: torch.Tensor, dtype: torch.dtype):
-        """visible: bool [B, 1, S_q, S_kv] or a BandMask, which is what our attention takes."""
+        """Make a mask from `visible`, a BandMask or bool [B, 1, S_q, S_kv] for our attention."""
         mask = make_wrapper_subclass(cls, tuple(visible.shape), dtype=dtype, device=visible.device)
         mask.visible = visible
         return mask
@@ -142,13 +147,13 @@ class AddedMask(torch.Tensor):
 
 
 def _added(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """transformers' `eager_mask` of a bool mask."""
+    """Return a bool mask as numbers to be added, as transformers' `eager_mask` does."""
     shown: Any = plain_mask(visible)
     return torch.where(shown, torch.zeros((), dtype=dtype, device=visible.device), torch.finfo(dtype).min)
 
 
 def _in_band(shape, offset, left: int, right: int, device, ends: torch.Tensor | None = None) -> torch.Tensor:
-    """A BandMask written out: bool `shape` whose samples share their memory."""
+    """Return a BandMask written out: bool, in `shape`. All samples share the same memory."""
     batch, _, seq_q, seq_kv = shape
     rows = torch.arange(seq_q, device=device)[:, None] + offset
     distance = torch.arange(seq_kv, device=device) - rows
@@ -167,7 +172,7 @@ _adds_masks: dict[type, bool] = {}
 
 
 def adds_masks(config_class: Any) -> bool:
-    """Whether some model of this class of configurations is one that transformers does not run with SDPA."""
+    """True if some model of this config class can't run with SDPA in transformers, or none is known."""
     if config_class not in _adds_masks:
         kinds, waiting = [], [PreTrainedModel]
         while waiting:
@@ -175,43 +180,44 @@ def adds_masks(config_class: Any) -> bool:
             waiting += kinds[-1].__subclasses__()
         of_class = [kind for kind in kinds if kind.config_class is config_class]
         if not of_class:
-            return True  # its models are not known (yet), and with these masks none goes wrong
+            return True  # its models are not known yet, and these masks are right for any model
         _adds_masks[config_class] = not all(kind._supports_sdpa for kind in of_class)
     return _adds_masks[config_class]
 
 
 def sequence_of(ends: torch.Tensor, length: int, device) -> torch.Tensor:
-    """The number of the packed sequence that each of `length` tokens belongs to; ends: 0 and their ends."""
+    """Return the packed sequence number of each of `length` tokens. ends: 0 and the sequences' ends."""
     return torch.bucketize(torch.arange(length, device=device), ends.to(device)[1:].contiguous(), right=True)
 
 
 def plain_mask(mask: torch.Tensor | None) -> torch.Tensor | None:
-    """`mask` as an ordinary tensor."""
+    """Return `mask` as an ordinary tensor: a BandMask is written out."""
     return mask.plain() if isinstance(mask, BandMask) else mask
 
 
-def asked_of(mask: Any) -> Any:
-    """What our attention is asked of a mask that a model hands it."""
+def visible_mask(mask: Any) -> Any:
+    """Return the mask that our attention uses: the `visible` of an AddedMask, any other mask unchanged."""
     return mask.visible if isinstance(mask, AddedMask) else mask
 
 
 def sage_mask(batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: int = 0, **options):
-    """The mask function of the sage implementations: arguments and meaning as transformers' `sdpa_mask`.
+    """Make the mask of a forward for our implementations. Arguments as transformers' `sdpa_mask`.
 
     Returns:
-        None: nothing is hidden from a single row or in an encoder; else row i sees keys up to i, as everywhere in
+        None: for a single row or an encoder, no key is hidden. Otherwise row i sees keys up to i, as everywhere in
             transformers.
-        BandMask: causal with a cache that holds more keys than rows, a sliding window, or sequences packed into one
-            row, without padding.
-        bool [B, 1, S_q, S_kv] otherwise; for padding alone a view of [B, 1, 1, S_kv], which the op takes as a mask
-            of keys.
-        AddedMask, in compiled code its numbers, for a model that knows masks that are added alone (`adds_masks`), of
-            causal attention, too: not all of its layers say that they are causal. None only where nothing is hidden.
+        BandMask: without padding, for causal attention with more keys in the cache than rows, a sliding window, or
+            sequences packed into one row.
+        bool [B, 1, S_q, S_kv]: all other masks. For padding alone it is a view of [B, 1, 1, S_kv], which the op takes
+            as a mask of keys.
+        AddedMask, or its numbers in compiled code: for a model whose code adds masks (`adds_masks`). It is made for
+            causal attention too, because not all layers of such models say that they are causal. None then always
+            means that no key is hidden.
     """
     seen = _mask(batch_size, q_length, kv_length, q_offset, kv_offset, **options)
     config = options.get("config")
     tracing = _is_tracing()
-    # the compiler can't go through classes; our names are chosen before, and what is not known may add
+    # the compiler can't search through classes; `adds_masks` ran when the name was chosen, and unknown models may add
     adds = config is not None and (_adds_masks.get(type(config), True) if tracing else adds_masks(type(config)))
     if not adds:
         return seen
@@ -249,9 +255,9 @@ def _mask(
     device: torch.device | str = "cpu",
     **kwargs,
 ) -> torch.Tensor | None:
-    """`sage_mask` for a model that runs with SDPA."""
+    """Make the mask of a model that transformers can run with SDPA: see `sage_mask`."""
 
-    def written_out():  # never None: transformers leaves out more than the band of one row behind an unfilled cache
+    def written_out():  # without skips, as transformers would also skip the mask of one row over a partly filled cache
         return sdpa_mask(
             batch_size=batch_size,
             q_length=q_length,
@@ -271,7 +277,7 @@ def _mask(
     packed = None if tracing or attention_mask is not None or batch_size != 1 else _packed(mask_function)
     if packed is not None and q_length == kv_length == packed[0].shape[-1] and make_wrapper_subclass is not None:
         sequences, (left, right) = packed
-        starts = (sequences[0, 1:] != sequences[0, :-1]).nonzero()[:, 0] + 1  # waits for them, once a forward
+        starts = (sequences[0, 1:] != sequences[0, :-1]).nonzero()[:, 0] + 1  # waits for the device, once a forward
         ends = torch.nn.functional.pad(torch.nn.functional.pad(starts, (1, 0)), (0, 1), value=q_length)
         longest = int(ends.diff().max())
         return BandMask((1, 1, q_length, q_length), 0, left, right, ends.to(device, torch.int32), longest)
@@ -281,7 +287,7 @@ def _mask(
     padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
     if mask_function is bidirectional_mask_function:
         return _mask_of_keys(padding, batch_size, q_length, kv_length, kv_offset, tracing)
-    if tracing:  # values can't be read: what is hidden is written out
+    if tracing:  # values can't be read, so any mask that hides something is written out
         square = padding is None and local_size is None and isinstance(q_offset, int) and q_length == kv_length
         causal = mask_function is causal_mask_function
         return None if square and causal and q_offset == kv_offset == 0 else written_out()
@@ -296,7 +302,7 @@ def _mask(
         reach = padding[:, kv_offset + nearest : kv_offset + (min(last, kv_length) if right == 0 else kv_length)]
         if not bool(reach.all()):
             return written_out()
-    if right:  # a window to both sides
+    if right:  # a window on both sides
         if first or q_length != kv_length:
             return written_out()
         if right >= kv_length - 1:
@@ -307,14 +313,17 @@ def _mask(
         if q_length == 1:
             return None if left == UNLIMITED and last == kv_length else written_out()
         if left == UNLIMITED and first == 0 and q_length >= kv_length:
-            return None  # else a cache has room left: without a mask, rows that a model cuts off would be told wrongly
+            return None  # otherwise the cache has empty slots, and a model that cuts rows off needs a mask
     return BandMask(
         (batch_size, 1, q_length, kv_length), first, left, right, torch.empty(0, dtype=torch.float32, device=device)
     )
 
 
 def _mask_of_keys(padding, batch_size, q_length, kv_length, kv_offset, tracing) -> torch.Tensor | None:
-    """Padding [B, S] alone: None if there is none, else bool [B, 1, S_q, S_kv] whose rows share their memory."""
+    """Return the mask of padding [B, S]: None if all are tokens, else bool [B, 1, S_q, S_kv].
+
+    All rows share the same memory.
+    """
     if padding is None:
         return None
     padding = padding[:, kv_offset : kv_offset + kv_length]
@@ -323,13 +332,13 @@ def _mask_of_keys(padding, batch_size, q_length, kv_length, kv_offset, tracing) 
     return padding[:, None, None, :].expand(batch_size, 1, q_length, kv_length)
 
 
-def _parts(function) -> dict:
-    """What a closure holds on to, by name."""
+def _closure(function) -> dict:
+    """Return {name: value} of a function's closure."""
     cells = function.__closure__ or ()
     return dict(zip(function.__code__.co_freevars, (cell.cell_contents for cell in cells), strict=True))
 
 
-# One function of each kind: those that transformers makes later run the same code objects.
+# Code objects of transformers' mask functions, to recognise functions that it makes later.
 _INTERSECTION = and_masks(causal_mask_function).__code__
 _CAUSAL_WINDOW = sliding_window_overlay(1).__code__
 _TWO_SIDED_WINDOW = sliding_window_bidirectional_overlay(1).__code__
@@ -346,34 +355,37 @@ _REMAPPED = (
 
 
 def _packed(mask_function) -> tuple[torch.Tensor, tuple[int, int]] | None:
-    """The sequence that each token [1, S] belongs to and the band inside of each, of a mask function that certainly
-    says no more than that; positions that go up by one inside of a sequence do not move a band."""
+    """Return a mask function's sequence number of each token [1, S], and its band within each sequence.
+
+    Returns None if the function may hide anything else. Positions that go up by one within a sequence leave the band
+    where it is.
+    """
     if getattr(mask_function, "__code__", None) is not _INTERSECTION:
         return None
-    functions = _parts(mask_function)["mask_functions"]
+    functions = _closure(mask_function)["mask_functions"]
     apart = [one for one in functions if getattr(one, "__code__", None) is _PACKED]
     if len(functions) != 2 or len(apart) != 1:
         return None
     inside = functions[1 - functions.index(apart[0])]
     if _REMAPPED is not None and getattr(inside, "__code__", None) is _REMAPPED:
-        inside = _parts(inside)["mask_function"]
+        inside = _closure(inside)["mask_function"]
     band = _band(inside)
-    return None if band is None else (_parts(apart[0])["packed_sequence_mask"], band)
+    return None if band is None else (_closure(apart[0])["packed_sequence_mask"], band)
 
 
 def _band(mask_function) -> tuple[int, int] | None:
-    """(left, right) of a mask function that is certainly a band; None for others (chunks, packed sequences, ...)."""
+    """Return (left, right) of a mask function that is known to be a band; None for any other."""
     if mask_function is causal_mask_function:
         return UNLIMITED, 0
     if getattr(mask_function, "__code__", None) is not _INTERSECTION:
         return None
-    functions = _parts(mask_function)["mask_functions"]
+    functions = _closure(mask_function)["mask_functions"]
     if len(functions) != 2:
         return None
     overlay, base = functions
     code = getattr(overlay, "__code__", None)
     if code is _CAUSAL_WINDOW and base is causal_mask_function:
-        return _parts(overlay)["sliding_window"] - 1, 0
+        return _closure(overlay)["sliding_window"] - 1, 0
     if code is _TWO_SIDED_WINDOW and base is bidirectional_mask_function:
-        return (_parts(overlay)["sliding_window"],) * 2
+        return (_closure(overlay)["sliding_window"],) * 2
     return None

@@ -1,4 +1,4 @@
-"""The names under which transformers knows our attention, and the options that each one stands for."""
+"""Names of our attention implementations in transformers, and the options of each."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sage_kernels.facts.recipe import ROTATIONS
 from ..options import ON_UNSUPPORTED, TRAININGS
 
 
-# Parts of a name that mean something to transformers: a name with "flash" in it is looked for among its own kernels.
+# Parts of a name that mean something to transformers. It looks for a name with "flash" among its own kernels.
 MEANINGFUL = ("flash", "/", "|", "sdpa", "flex_attention")
 
 
@@ -19,7 +19,8 @@ class Implementation:
     """Options of one registered name, as in `register_transformers`.
 
     Attributes:
-        numbers: the options that decide what an INT8 call computes, in words; its counters go by name and numbers.
+        numbers: the options that decide the result of an INT8 call, in words. Each pair of name and numbers has
+            counters of its own.
     """
 
     name: str
@@ -31,7 +32,7 @@ class Implementation:
     rotation: str = "none"
     numbers: str = field(init=False)
 
-    scaling = "per_token"  # a scale that tokens share would follow the longest of a batch, padding and all
+    scaling = "per_token"  # a scale shared by tokens would depend on padding and on the other sequences of a batch
 
     def __post_init__(self) -> None:
         allowed = {
@@ -57,18 +58,18 @@ class Implementation:
         object.__setattr__(self, "numbers", ", ".join((self.recipe, self.scaling, *more)))
 
 
-IMPLEMENTATIONS: dict[str, Implementation] = {}  # those that are registered
+IMPLEMENTATIONS: dict[str, Implementation] = {}  # all registered names
 
 
 def name_of(recipe: str) -> str:
-    """The standard name of a recipe: "sage_" and its own, without what is in MEANINGFUL."""
+    """Return the standard name of a recipe: "sage_" and the recipe, without the words of MEANINGFUL."""
     return f"sage_{recipe.replace('int_flash', 'int_fa')}"
 
 
 def standard() -> dict[str, Implementation]:
-    """The names that `import sage_processors` registers."""
+    """Return {name: options} of the names that `import sage_processors` registers."""
     plain = [Implementation("sage_int8")]
-    # one length for all: a prefix alone and the same one in front of more tokens must not run in different precisions
+    # one min_tokens for all GPUs and shapes: a prefix must run in the same precision alone and before more tokens
     plain.append(Implementation("sage_int8_causal", min_tokens=2, smooth_k=False, rotation="hadamard"))
     plain += [Implementation(name_of(recipe), recipe) for recipe in sage_kernels.RECIPES]
     strict = [

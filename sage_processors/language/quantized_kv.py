@@ -1,6 +1,6 @@
-"""What an INT8 cache hands to attention: codes and scales instead of keys and values, for our attention only.
+"""Keys and values of one layer as INT8 codes and scales, for our attention functions only.
 
-It is no tensor. Anything but our attention functions that touches it raises: codes can't be mistaken for keys.
+A QuantizedKV is no tensor. Any other function that uses it raises, so codes can't be mistaken for keys.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from sage_kernels import sage_decode_attention
 
 
 class Int8KVCacheError(NotImplementedError):
-    """Something asked an INT8 cache for what only 16-bit keys and values can give."""
+    """An INT8 cache was used for something that needs 16-bit keys and values."""
 
 
 _REMEDY = (
@@ -22,15 +22,17 @@ _REMEDY = (
 )
 
 
-class StoredKV:
-    """The keys and values of one layer as an INT8 cache holds them. `update` returns it both as key and as value.
+class QuantizedKV:
+    """Keys and values of one layer of an INT8 cache. The layer's `update` returns it as key and as value.
 
     Attributes:
-        k_codes, v_codes: int8 [B, H_kv, S, D]. k_scale, v_scale: bf16 [B, H_kv, S]. k_mean, k_balance: fp32
-            [B, H_kv, D]; codes · scale of a key are (key - k_mean) · k_balance.
-        lengths: None where all S tokens count, else an integer tensor [] on the device: how many were appended.
-        ring: the buffers are a ring, see `sage_decode_attention`.
-        dtype: of the keys and values that went in. owner: the layer that they are of.
+        k_codes, v_codes: int8 [B, H_kv, S, D].
+        k_scale, v_scale: bf16 [B, H_kv, S].
+        k_mean, k_balance: fp32 [B, H_kv, D], centre and balance. k_codes * k_scale is (key - k_mean) * k_balance.
+        lengths: None if all S tokens are valid; else an integer tensor [] on the device, the number appended so far.
+        ring: True if the buffers are a ring; see `sage_decode_attention`.
+        dtype: dtype of the appended keys and values.
+        owner: the cache layer.
     """
 
     __slots__ = (
@@ -56,17 +58,20 @@ class StoredKV:
 
     @property
     def shape(self) -> torch.Size:
-        """[B, H_kv, S, D], of keys and of values."""
+        """Shape [B, H_kv, S, D] of the keys, and of the values."""
         return self.k_codes.shape
 
     @property
     def device(self) -> torch.device:
+        """Device of the codes."""
         return self.k_codes.device
 
     def size(self, dim: int | None = None) -> Any:
+        """Return the shape or one dimension of it, as torch.Tensor.size."""
         return self.shape if dim is None else self.shape[dim]
 
     def dim(self) -> int:
+        """Return 4, the number of dimensions."""
         return 4
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -83,16 +88,16 @@ class StoredKV:
         raise Int8KVCacheError(f"{name}: got a layer of an Int8KVCache, expected tensors; {_REMEDY}")
 
 
-def stored_int8(key: object, value: object) -> StoredKV | None:
-    """The StoredKV that an attention function was given as key and value; None if they are ordinary tensors.
+def quantized_kv_of(key: object, value: object) -> QuantizedKV | None:
+    """Return the QuantizedKV passed to an attention function as key and value; None for ordinary tensors.
 
-    Raises: TypeError if only one of them is stored, or they are of two layers.
+    Raises: TypeError if only one of them is a QuantizedKV, or if they belong to two layers.
     """
-    if not isinstance(key, StoredKV) and not isinstance(value, StoredKV):
+    if not isinstance(key, QuantizedKV) and not isinstance(value, QuantizedKV):
         return None
-    # models that keep the keys of an encoder read them from the layer, and then the values
+    # two objects may belong together: models that keep an encoder's keys read layer.keys and then layer.values
     if (
-        not (isinstance(key, StoredKV) and isinstance(value, StoredKV))
+        not (isinstance(key, QuantizedKV) and isinstance(value, QuantizedKV))
         or key.owner is not value.owner
         or key.shape != value.shape
     ):
@@ -105,7 +110,7 @@ def stored_int8(key: object, value: object) -> StoredKV | None:
 
 def attend(
     query: torch.Tensor,
-    stored: StoredKV,
+    stored: QuantizedKV,
     *,
     attn_mask: torch.Tensor | None = None,
     causal: bool | str = False,
@@ -114,10 +119,15 @@ def attend(
     sinks: torch.Tensor | None = None,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """Attention of the newest tokens' queries [B, S_q, H, D] (any strides) over a layer of an INT8 cache.
+    """Run attention of the newest tokens' queries over a layer of an INT8 cache.
 
-    Any S_q; the codes are read as they are. Arguments and errors as `sage_kernels.sage_decode_attention`; a mask's
-    columns are the tokens that the layer's get_mask_sizes counted, oldest first. Returns: [B, S_q, H, D] contiguous.
+    Args:
+        query: [B, S_q, H, D], any S_q and any strides.
+        stored: as the layer returned it.
+        attn_mask: its columns are the tokens counted by the layer's get_mask_sizes, oldest first.
+        causal, window, softcap, sinks, scale: as in `sage_kernels.sage_decode_attention`.
+    Returns: [B, S_q, H, D], contiguous.
+    Raises: as `sage_kernels.sage_decode_attention`.
     """
     return sage_decode_attention(
         query, stored.k_codes, stored.k_scale, stored.v_codes, stored.v_scale, stored.k_mean, lengths=stored.lengths,

@@ -1,4 +1,4 @@
-"""How often each attention layer of a transformers model ran in INT8, and why it did not."""
+"""Counters and report of a transformers model's attention calls, in INT8 or in 16 bit with a reason."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 
 INT8, INT8_CACHE = "int8", "int8_cache"
-EARLIER = "earlier"  # status of what ran under a name that is not set any more
-# Slots of a layer's counter: two ways of running in INT8, then the reasons for exact attention.
+EARLIER = "earlier"  # status of calls under a name that is no longer set
+# Slots of a layer's counter: two ways of running in INT8, then the reasons for 16-bit attention.
 EVENTS = (
     INT8,
     INT8_CACHE,
@@ -45,18 +45,18 @@ REMEDIES = {
     "training": 'the module is in training mode: call model.eval(), or register_transformers(training="int8")',
     "gradient": 'a gradient is asked for: torch.no_grad(), or register_transformers(training="int8")',
     "no_backward": "PyTorch has no fused backward for such a call: 16 bit is the faster one to train there",
-    "no_attention": "none of its layers asks for an implementation, nothing can run in INT8",
+    "no_attention": "none of its layers takes an attention implementation, so nothing can run in INT8",
     "dropout": "dropout belongs to training: call model.eval()",
     "output_attentions": "INT8 attention never forms the weights: leave output_attentions out",
 }
 
-WHOSE = "transformers layers without a counter"  # compiled calls of layers that were never called eagerly
+WHOSE = "transformers layers without a counter"  # shared counter of layers that were compiled before any eager call
 
 
 class Calls(EventCounter):
-    """Counts of the calls of one attention layer under one name.
+    """Counter of the calls of one attention layer under one name.
 
-    Attributes: implementation: what that name stood for when they ran.
+    Attributes: implementation: the options of that name when the calls ran.
     """
 
     def __init__(self, implementation: Implementation, device: torch.device | str = "cpu"):
@@ -65,19 +65,19 @@ class Calls(EventCounter):
 
     @property
     def by_event(self) -> dict[str, int]:
-        """{event: calls} without those that never happened. Syncs."""
+        """{event: number of calls} without zeros. Waits for the device."""
         return {event: number for event, number in zip(EVENTS, self.numbers(), strict=True) if number}
 
 
 def count(module: Any, implementation: Implementation, event: str, device: torch.device) -> None:
-    """Count a call of an attention module. device: where the call's tensors are.
+    """Count a call of an attention module whose tensors are on `device`.
 
-    Calls of an exported program are not counted: it runs without us, and would carry our counters along.
+    Calls in an exported program are not counted. It runs without this package and would contain our counters.
     """
     if is_exporting():
         return
     slot = _EVENT.get(event, _EVENT["other"])
-    # by name and numbers: what is chosen later, or registered anew by the same name, has counts of its own
+    # one counter for each name and its numbers: a name that is registered again with other options gets a new one
     counter = getattr(module, "_sage_events", {}).get((implementation.name, implementation.numbers))
     if counter is None:
         if torch.compiler.is_compiling():
@@ -90,14 +90,14 @@ def count(module: Any, implementation: Implementation, event: str, device: torch
 
 
 def give_counter(module: Any, implementation: Implementation, device: torch.device | str) -> Calls:
-    """The counter of an attention module's calls under this name, made if there is none."""
+    """Return the counter of an attention module's calls under this name. Makes it if there is none."""
     counters: dict[tuple[str, str], Calls] = vars(module).setdefault("_sage_events", {})
     key = implementation.name, implementation.numbers
     return counters[key] if key in counters else counters.setdefault(key, Calls(implementation, device))
 
 
 def counted(module: Any) -> dict[str, int]:
-    """{event: calls} of an attention module under all names, without those that never happened. Syncs."""
+    """Return {event: number of calls} of a module under all names, without zeros. Waits for the device."""
     total: Counter[str] = Counter()
     for counter in getattr(module, "_sage_events", {}).values():
         total.update(counter.by_event)
@@ -105,7 +105,7 @@ def counted(module: Any) -> dict[str, int]:
 
 
 def follow_choice(model: torch.nn.Module, implementations: dict[str, Implementation]) -> None:
-    """Give every layer that counts its calls a counter for the name that is set now: compiled calls can't make one."""
+    """Give every layer with counters one for the name that is set now, as compiled calls can't make one."""
     for module in model.modules():
         if "_sage_events" in vars(module) and (chosen := implementations.get(_name_set(module))) is not None:
             give_counter(module, chosen, _device_of(module))
@@ -121,20 +121,20 @@ def _device_of(module: Any) -> torch.device | str:
 
 
 def _code_names(member: Any) -> tuple[str, ...]:
-    """Names that the code of a class's member reads; none if it is no function."""
+    """Return the names that the code of a class's member reads; () if it is no function."""
     code = getattr(inspect.unwrap(member), "__code__", None) if inspect.isfunction(member) else None
     return () if code is None else code.co_names
 
 
 @functools.cache
 def _class_takes_implementations(kind: Any) -> bool:
-    # PreTrainedModel names the table too, to check what is chosen
+    # left out: PreTrainedModel reads the table only to check a chosen name
     classes = (base for base in kind.__mro__ if base.__module__ != "transformers.modeling_utils")
     return any("ALL_ATTENTION_FUNCTIONS" in _code_names(member) for base in classes for member in vars(base).values())
 
 
 def takes_implementations(module: Any) -> bool:
-    """Whether the module's class asks transformers for its attention implementation, in forward or a helper of it."""
+    """True if a method of the module's class looks up its attention implementation in transformers."""
     kind: Any = type(module)
     return _class_takes_implementations(kind)
 
@@ -148,26 +148,27 @@ class AttentionReport(LayerReport):
     """Result of `attention_report(model)`.
 
     Attributes:
-        rows: one dict per attention layer and implementation that ran in it, the one that is set now first, with the
-            keys
-            layer, module: its name in the model, its class.
-            status: "active"; "earlier": what ran before another implementation was set; "not selected": its config
-                names another implementation, which is not counted; "not swappable": its code takes no
-                implementation, it runs as in stock.
-            implementation: of these calls; None where the code takes none.
-            recipe, scaling: what their INT8 calls ran; None where nothing of ours is set.
-            numbers: recipe, scaling and what else decides an INT8 call's numbers, in words; None as recipe.
-            calls: INT8 calls, those on an INT8 cache included.
-            cache_calls: calls that read keys and values from an INT8 cache.
-            fallbacks: {reason: exact calls}. "short" is meant: INT8 saves nothing there.
-            note: what else to know.
-        notes: about the model as a whole.
+        rows: one dict for each attention layer and each implementation that ran in it. The implementation that is set
+            now comes first. Keys:
+            layer, module: name of the layer in the model, and its class.
+            status: "active". "earlier": ran before another implementation was set. "not selected": the config names
+                another implementation, whose calls are not counted. "not swappable": the layer's code takes no
+                implementation and runs as in stock.
+            implementation: name of the implementation; None if the code takes none.
+            recipe, scaling: options of the INT8 calls; None if the implementation is not ours.
+            numbers: recipe, scaling and any other option that decides an INT8 call's result, in words; None as recipe.
+            calls: number of INT8 calls, including those on an INT8 cache.
+            cache_calls: number of calls on an INT8 cache.
+            fallbacks: {reason: number of calls in 16 bit}. Calls counted as "short" run in 16 bit on purpose, because
+                INT8 saves nothing there.
+            note: a remark on the layer, or "".
+        notes: remarks on the whole model.
         linears: linears.report.LinearReport after `quantize_linears(model)`, else None.
     """
 
     @property
     def verdict(self) -> str:
-        """What ran under the names that are set now, in one line, and then what ran before under others."""
+        """One line on the calls under the names set now, followed by the calls under earlier names."""
         now, before = self._now, [row for row in self.rows if row["status"] == EARLIER]
         said = [LayerReport(now).verdict]
         others = dict.fromkeys(row["implementation"] for row in now if row["status"] == "not selected")
@@ -181,6 +182,7 @@ class AttentionReport(LayerReport):
         return "; ".join(said)
 
     def remarks(self) -> list[str]:
+        """Return the notes of all rows but "earlier" ones, each once, with its layers."""
         return LayerReport(self._now).remarks()
 
     @property
@@ -188,7 +190,7 @@ class AttentionReport(LayerReport):
         return [row for row in self.rows if row["status"] != EARLIER]
 
     def table(self) -> Table:
-        """The rows as a rich.table.Table: a line for all layers of equal calls, formats and reasons."""
+        """Return the rows as a rich.table.Table, in which equal layers share a line."""
         columns = [
             Column("calls\neach", lambda rows: str(rows[0]["calls"]), summed("calls")),
             Column("on INT8\ncache", lambda rows: span(rows, "cache_calls"), summed("cache_calls")),
@@ -203,7 +205,10 @@ def _kind(row: dict[str, Any]) -> str:
 
 
 def _row(name: str, module: Any, status: str, implementation: Any, ran: Calls | None) -> dict[str, Any]:
-    """implementation: a name, where no call was counted; ran: the calls of one of ours."""
+    """Return one row of the report.
+
+    ran: the counter, if the implementation is ours. Else `implementation` is its name or None.
+    """
     options = None if ran is None else ran.implementation
     events = {} if ran is None else ran.by_event
     int8, int8_cache = events.pop(INT8, 0), events.pop(INT8_CACHE, 0)
@@ -225,7 +230,7 @@ def _row(name: str, module: Any, status: str, implementation: Any, ran: Calls | 
 
 
 def _rows(name: str, module: Any, implementations: dict[str, Implementation]) -> list[dict[str, Any]]:
-    """A layer's rows: what is set now, then what else ran."""
+    """Return a layer's rows: the implementation set now, then earlier ones with any calls."""
     counters = vars(module).setdefault("_sage_events", {})
     chosen = implementations.get(_name_set(module))
     now = None if chosen is None else give_counter(module, chosen, _device_of(module))
@@ -235,9 +240,11 @@ def _rows(name: str, module: Any, implementations: dict[str, Implementation]) ->
 
 
 def build_report(model: Any, implementations: dict[str, Implementation]) -> AttentionReport:
-    """Read the counters of a model (a sync per layer and name), and give one to the layers that have none yet.
+    """Read the counters of a model into a report, and give a counter to each layer without one.
 
-    implementations: {name: options} of ours.
+    Waits for the device, once per layer and name.
+
+    Args: implementations: {name: options} of our names.
     """
     rows, notes = [], []
     for name, module in model.named_modules():

@@ -1,7 +1,7 @@
-"""Which keys a call sees beside what its mask says, put into the mask before anything else reads it.
+"""Completion of a call's mask by arguments that hide further keys, such as packed sequences.
 
-Some models write such things into the mask for "eager" and "sdpa" alone, by the name of the implementation, and hand
-other implementations an argument instead; stock eager functions then drop that argument without a word.
+Some models write these keys into the mask only if the implementation is named "eager" or "sdpa". They hand any other
+implementation an argument instead, which stock eager functions drop silently.
 """
 
 from __future__ import annotations
@@ -14,16 +14,15 @@ from .masks import UNLIMITED, BandMask, plain_mask, sequence_of
 
 
 def complete_mask(call: Call, query, key) -> None:
-    """Make call.mask, with call.sequences, the one authority on what a row sees, and take the arguments that they then
-    speak for.
+    """Put all hidden keys into call.mask and call.sequences, and remove the arguments that named them.
 
-    Args: query [B, H, S_q, D], key [B, H_kv, S_kv, D]: tensors, or what an INT8 cache returns.
-    Raises: NotImplementedError for a paged cache, and for packed sequences that can't be kept apart.
+    Args: query [B, H, S_q, D]; key [B, H_kv, S_kv, D] or a QuantizedKV of an INT8 cache.
+    Raises: NotImplementedError for a paged cache, and for packed sequences that can't be separated.
     """
     if not isinstance(call.others.get("cache"), (Cache, type(None))):
         raise NotImplementedError(
-            f"cache of {call.label}: got a paged cache, expected none: continuous batching can't run INT8 attention; "
-            'use model.set_attn_implementation("sdpa") for it'
+            f"cache of {call.label}: got a paged cache, expected none, as continuous batching can't run INT8 "
+            'attention; use model.set_attn_implementation("sdpa") for it'
         )
     seq_q, seq_kv = query.shape[2], key.shape[2]
     if (
@@ -32,7 +31,7 @@ def complete_mask(call: Call, query, key) -> None:
         and 1 < seq_q < seq_kv
         and getattr(call.module, "is_kv_shared_layer", False)
     ):
-        # Gemma 4 keeps the last rows of a prompt and leaves the mask out: rows are counted from the end
+        # Gemma 4 keeps only the last rows of a prompt, without a mask: rows are counted from the end
         call.mask = _band_from_the_end(query.shape[0], seq_q, seq_kv, query.device)
     _keep_packed_apart(call, query.shape[0], seq_q, seq_kv, query.device)
     selects = any(call.others.get(name) is not None for name in ("indices", "block_indices"))
@@ -50,7 +49,10 @@ def _band_from_the_end(batch: int, seq_q: int, seq_kv: int, device) -> torch.Ten
 
 
 def _keep_packed_apart(call: Call, batch: int, seq_q: int, seq_kv: int, device) -> None:
-    """cu_seq_lens_q, cu_seq_lens_k: int [sequences + 1], where the sequences packed into one row start and end."""
+    """Set call.sequences or the mask from cu_seq_lens_q and cu_seq_lens_k, int [sequences + 1] each.
+
+    They are 0 and the ends of the sequences packed into one row. One of them may be missing: both are then the same.
+    """
     lengths = [call.others.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k")]
     q_ends, k_ends = (x if x is not None else y for x, y in (lengths, lengths[::-1]))
     longest = [call.others.get(name) for name in ("max_length_q", "max_length_k")]
@@ -65,8 +67,8 @@ def _keep_packed_apart(call: Call, batch: int, seq_q: int, seq_kv: int, device) 
         return
     if batch != 1:
         raise NotImplementedError(
-            f"cu_seq_lens of {call.label}: got them with a batch of {batch}, {seq_q} queries and {seq_kv} keys, "
-            "expected one row of packed sequences; leave them out"
+            f"cu_seq_lens of {call.label}: got it with a batch of {batch}, {seq_q} queries and {seq_kv} keys, "
+            "expected one row of packed sequences; leave it out"
         )
     is_whole = call.mask is None or (band is not None and known is None and band.offset == 0)
     if is_whole and q_ends.numel() == k_ends.numel():
@@ -75,16 +77,16 @@ def _keep_packed_apart(call: Call, batch: int, seq_q: int, seq_kv: int, device) 
         return
     if seq_q != seq_kv:
         raise NotImplementedError(
-            f"cu_seq_lens of {call.label}: got them with {seq_q} queries, {seq_kv} keys and a mask, expected no mask "
-            "or no cache; leave them out"
+            f"cu_seq_lens of {call.label}: got it with {seq_q} queries, {seq_kv} keys and a mask, expected no mask or "
+            "no cache; leave it out"
         )
-    # transformers makes a mask of padding alone where attention_mask was given, and reading a mask would sync
+    # with an attention_mask, transformers makes a mask of padding alone; reading it to find out would sync
     rows, keys = (sequence_of(ends, n, device) for ends, n in ((q_ends, seq_q), (k_ends, seq_kv)))
     call.mask = _both(plain_mask(call.mask), rows[:, None] == keys)
 
 
 def write_out(call: Call, seq_q: int, seq_kv: int, device) -> None:
-    """Have call.mask keep the packed sequences apart, bool [1, 1, S_q, S_kv], for those who know masks alone."""
+    """Write call.sequences out as a mask bool [1, 1, S_q, S_kv], for code that knows only masks."""
     if call.sequences is None:
         return
     q_ends, k_ends = call.sequences[:2]
@@ -92,7 +94,7 @@ def write_out(call: Call, seq_q: int, seq_kv: int, device) -> None:
     seen = rows[:, None] == keys
     causal, window = band_of(call, seq_q)
     last = q_ends.numel() - 2
-    row = torch.arange(seq_q, device=device) - q_ends[1:][rows.clamp_max(last)]  # counted from the end of its own
+    row = torch.arange(seq_q, device=device) - q_ends[1:][rows.clamp_max(last)]  # counted from the end of its sequence
     key = torch.arange(seq_kv, device=device) - k_ends[1:][keys.clamp_max(last)]
     distance = key - row[:, None]
     if causal:
@@ -103,17 +105,17 @@ def write_out(call: Call, seq_q: int, seq_kv: int, device) -> None:
 
 
 def band_of(call: Call, seq_q: int) -> tuple[bool, int | None]:
-    """causal and window of sage_attention inside of each packed sequence."""
+    """Return causal and window for sage_attention within each packed sequence."""
     if not isinstance(call.mask, BandMask):
         return call.is_causal and seq_q > 1, None
     return call.mask.right == 0, None if call.mask.left == UNLIMITED else call.mask.left + 1
 
 
 def _select_keys(call: Call, query, seq_kv: int) -> None:
-    """indices: int [B, S_q, keys], of the keys that a row sees at most; -1 is none (DeepSeek's sparse attention)."""
+    """Hide keys that are not in `indices`, int [B, S_q, keys], -1 for none (DeepSeek's sparse attention)."""
     indices = call.others.get("indices")
     if not isinstance(indices, torch.Tensor) or indices.shape[:-1] != (query.shape[0], query.shape[2]):
-        return  # not what we know: it stays an unknown argument
+        return  # another meaning, so it stays an unknown argument
     there = (indices >= 0) & (indices < seq_kv)
     selected = indices.new_zeros((*indices.shape[:-1], seq_kv + 1), dtype=torch.bool)
     selected = selected.scatter(-1, indices.long().where(there, seq_kv), True)[..., :seq_kv]
@@ -124,7 +126,7 @@ def _select_keys(call: Call, query, seq_kv: int) -> None:
 
 
 def _select_blocks(call: Call, query, seq_kv: int) -> None:
-    """block_indices of MiniMax's sparse attention, which the model's own indexer makes a mask of."""
+    """Have the model's own indexer make a mask of `block_indices` (MiniMax's sparse attention)."""
     blocks = call.others.get("block_indices")
     build = getattr(getattr(call.module, "indexer", None), "build_block_mask", None)
     if blocks is None or build is None:
@@ -138,7 +140,7 @@ def _select_blocks(call: Call, query, seq_kv: int) -> None:
 
 
 def _both(mask: torch.Tensor | None, seen: torch.Tensor) -> torch.Tensor:
-    """`mask`, bool or float, without what `seen` hides."""
+    """Return `mask`, bool or float, with the keys hidden that are False in `seen`."""
     if mask is None:
         return seen
     return mask & seen if mask.dtype == torch.bool else torch.where(seen, mask, -torch.inf)

@@ -1,4 +1,6 @@
-"""Small trained models: `tiny_sd` lies here, the others in sage-processors-demo (in a checkout: demo/).
+"""Small trained models: `tiny_sd` in this folder, all others in the package sage-processors-demo.
+
+A checkout has that package in demo/.
 
 The pipelines are diffusers `save_pretrained` folders. Two draw coloured shapes at 128x128 pixels ("a red circle on a
 blue background"); `examples/train_tiny.py` trained them. `tiny_wan` draws clips ("a red square moving left on a white
@@ -12,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 
-PIPELINES = ("tiny_flux", "tiny_sd")  # of pictures
-VIDEOS = ("tiny_wan",)  # of clips
+PIPELINES = ("tiny_flux", "tiny_sd")  # draw pictures
+VIDEOS = ("tiny_wan",)  # draw clips
 _HERE = Path(__file__).resolve().parent
 _MORE = "sage_processors_demo"
-# tiny_flux was trained with one prompt in ten left empty, and draws clean shapes only with guidance.
+# tiny_flux needs guidance to draw clean shapes. It was trained for it, with one prompt in ten left empty.
 _CALL_ARGUMENTS: dict[str, dict[str, Any]] = {
     "tiny_flux": {"negative_prompt": "", "true_cfg_scale": 3.0},
     "tiny_wan": {"height": 64, "width": 64, "num_frames": 17, "max_sequence_length": 32, "guidance_scale": 3.0},
@@ -24,7 +26,7 @@ _CALL_ARGUMENTS: dict[str, dict[str, Any]] = {
 
 
 def folder(name: str) -> Path:
-    """Where an embedded model lies, or would lie if sage-processors-demo were installed."""
+    """Return the folder of an embedded model. It may not exist, if sage-processors-demo is not installed."""
     if (_HERE / name).is_dir():
         return _HERE / name
     checkout = _HERE.parent.parent / "demo" / _MORE
@@ -35,28 +37,31 @@ def folder(name: str) -> Path:
 
 
 def installed_folder(name: str) -> Path:
-    """As `folder`. Raises: ImportError, naming the pip command, where it is not installed."""
+    """Return the folder of an embedded model.
+
+    Raises: ImportError with the pip command, if it is not installed.
+    """
     found = folder(name)
     if not found.is_dir():
-        raise ImportError(f'{name} comes with another package: pip install "sage-processors[demo]"', name=_MORE)
+        raise ImportError(f'{name} is in another package: pip install "sage-processors[demo]"', name=_MORE)
     return found
 
 
 def names() -> list[str]:
-    """Names of the embedded pipelines of pictures that are installed, sorted."""
+    """Return the names of the installed embedded pipelines that draw pictures, sorted."""
     return [name for name in PIPELINES if (folder(name) / "model_index.json").is_file()]
 
 
 def video_names() -> list[str]:
-    """Names of the embedded pipelines of clips whose weights are there, sorted."""
+    """Return the names of the embedded pipelines that draw clips and have weights, sorted."""
     return [name for name in VIDEOS if (folder(name) / "model_index.json").is_file()]
 
 
 def path(name: str) -> Path:
-    """Folder of an embedded pipeline, for `DiffusionPipeline.from_pretrained`.
+    """Return the folder of an embedded pipeline, for `DiffusionPipeline.from_pretrained`.
 
-    Raises: TypeError if `name` is no string; ValueError if no embedded pipeline has that name; ImportError if it is
-        not installed; FileNotFoundError for one of clips whose weights nobody has trained.
+    Raises: TypeError if `name` is no string. ValueError if no embedded pipeline has that name. ImportError if it is
+        not installed. FileNotFoundError if it is one of VIDEOS without trained weights.
     """
     known = [*PIPELINES, *VIDEOS]
     if not isinstance(name, str):
@@ -69,5 +74,5 @@ def path(name: str) -> Path:
 
 
 def call_arguments(name: str) -> dict[str, Any]:
-    """Arguments with which an embedded pipeline draws best; empty for any other name."""
+    """Return the call arguments with which an embedded pipeline draws best; {} for any other name."""
     return dict(_CALL_ARGUMENTS.get(name, {}))

@@ -1,7 +1,7 @@
-"""Video pipelines of diffusers' own classes with small random weights: they draw noise, but run offline in seconds.
+"""Small video pipelines of diffusers with random weights. They run offline in seconds and draw noise.
 
-They have no text encoder. `random_video(family)` returns the pipeline and the call arguments with which it runs:
-random prompt embeddings and a small size, large enough for 128 or more tokens in the attention over the video.
+They have no text encoder. `random_video(family)` returns a pipeline and its call arguments: random prompt embeddings
+and a small size, with 128 tokens or more in the attention over the video.
 """
 
 from __future__ import annotations
@@ -126,12 +126,14 @@ FAMILIES = {"wan": _wan, "cogvideox": _cogvideox, "ltx": _ltx, "hunyuan_video": 
 
 
 def random_video(family: str, *, device: str | torch.device = "cpu"):
-    """A small random pipeline of a video family.
+    """Return a small pipeline of a video family with random weights, and its call arguments.
+
+    Weights and embeddings are fp32 and always the same. The caller's random state does not change.
 
     Args:
-        family: a key of FAMILIES. device: of the models and the prompt embeddings; all are fp32.
-    Returns: (DiffusionPipeline, dict): the pipeline and its call arguments without steps, generator and output type.
-        Always the same weights and embeddings; the caller's random state is left alone.
+        family: a key of FAMILIES.
+        device: device of the models and the prompt embeddings.
+    Returns: the DiffusionPipeline; a dict of call arguments without steps, generator and output type.
     Raises: ValueError for another family.
     """
     if family not in FAMILIES:
@@ -141,6 +143,6 @@ def random_video(family: str, *, device: str | torch.device = "cpu"):
         pipe, arguments = FAMILIES[family]()
     for model in pipe.components.values():
         if isinstance(model, torch.nn.Module):
-            model.eval()  # as from_pretrained leaves it: in training mode attention stays exact
+            model.eval()  # as from_pretrained does; in training mode attention runs without INT8
     arguments = {n: x.to(device) if isinstance(x, torch.Tensor) else x for n, x in arguments.items()}
     return pipe.to(device), arguments

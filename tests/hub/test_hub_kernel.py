@@ -143,7 +143,7 @@ def test_P64_what_it_can_not_do_is_an_error(kernel, asked, words):
 
 
 def test_P64_the_generator_writes_over_nothing(repository, tmp_path):
-    for arguments, words in (([str(repository)], "holds files"), ([], "usage")):
+    for arguments, words in (([str(repository)], "has files"), ([], "usage")):
         done = subprocess.run([sys.executable, MAKE, *arguments], capture_output=True, text=True, check=False)
         assert done.returncode == 1 and words in done.stderr and "Traceback" not in done.stderr
 

@@ -21,8 +21,8 @@ from sage_processors.language.masks import (  # noqa: E402
     AddedMask,
     BandMask,
     adds_masks,
-    asked_of,
     sage_mask,
+    visible_mask,
 )
 from tests.support.combinations import shows  # noqa: E402, F401
 
@@ -182,7 +182,7 @@ def test_to_all_other_code_it_is_the_mask_of_eager_attention(name):
         assert type(of(mask)) is torch.Tensor and torch.equal(of(mask), of(wanted))
     assert torch.equal(copy.deepcopy(mask), wanted)
     assert torch.equal(pickle.loads(pickle.dumps(mask)), wanted)
-    assert torch.equal(torch.where(plain(asked_of(mask)), 0.0, torch.finfo(torch.bfloat16).min).bfloat16(), wanted)
+    assert torch.equal(torch.where(plain(visible_mask(mask)), 0.0, torch.finfo(torch.bfloat16).min).bfloat16(), wanted)
 
 
 def plain(mask):
@@ -193,11 +193,11 @@ def test_our_attention_is_asked_for_a_band_not_for_numbers():
     for name in ("causal", "behind a cache", "one row", "window"):
         mask, _ = mask_of(name)
         if name != "one row":
-            assert isinstance(asked_of(mask), BandMask)
-        assert asked_of(mask).dtype == torch.bool
-    assert asked_of(None) is None
+            assert isinstance(visible_mask(mask), BandMask)
+        assert visible_mask(mask).dtype == torch.bool
+    assert visible_mask(None) is None
     other = torch.zeros(1)
-    assert asked_of(other) is other
+    assert visible_mask(other) is other
 
 
 def test_a_row_that_sees_all_keys_asks_for_no_mask():

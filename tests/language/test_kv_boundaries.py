@@ -18,7 +18,7 @@ from sage_processors.language.kv_layers import Int8Layer  # noqa: E402
 from sage_processors.language.kv_static_layers import Int8StaticSlidingLayer  # noqa: E402
 from sage_processors.language.kv_vectors import ENOUGH, choose_vectors  # noqa: E402
 from sage_processors.language.masks import BandMask  # noqa: E402
-from sage_processors.language.quantized_kv import StoredKV, stored_int8  # noqa: E402
+from sage_processors.language.quantized_kv import QuantizedKV, quantized_kv_of  # noqa: E402
 from sage_processors.language.report import INT8, INT8_CACHE, counted  # noqa: E402
 from tests.language.test_transformers_models import ANY_LENGTH  # noqa: E402
 from tests.language.tiny_cache_models import assert_holds, states  # noqa: E402
@@ -82,7 +82,7 @@ def test_C19_tokens_that_fill_a_ring_exactly_and_one_more(prompt, number):
     ring.update(*first)
     shown, offset = ring.get_mask_sizes(number)
     stored, _ = ring.update(*new)
-    assert isinstance(stored, StoredKV) and stored.ring == (prompt + number <= 8)
+    assert isinstance(stored, QuantizedKV) and stored.ring == (prompt + number <= 8)
     want = [torch.cat(x, 2) for x in zip(first, new, strict=True)]
     if stored.ring:
         assert (shown, offset) == (8, 0)
@@ -101,15 +101,15 @@ def test_C20_key_and_value_of_two_layers_are_refused():
         layer.update(*states(4, seed=seed))
         stored.append(layer.update(*states(1, seed=seed))[0])
     with pytest.raises(TypeError, match="do not belong together"):
-        stored_int8(*stored)
+        quantized_kv_of(*stored)
     assert stored[0].owner is not stored[1].owner and stored[1].owner is layer
-    assert stored_int8(layer.keys, layer.values).owner is layer  # which are made anew each time
+    assert quantized_kv_of(layer.keys, layer.values).owner is layer  # which are made anew each time
 
 
 @pytest.mark.parametrize("layer", [Int8Layer(), Int8StaticSlidingLayer(64, 8)], ids=["growing", "static"])
 def test_keys_are_written_by_update_alone(layer):
     for name in ("keys", "values"):
-        with pytest.raises(TypeError, match="keys: got Tensor, expected update"):
+        with pytest.raises(TypeError, match="keys: got Tensor, expected None.*update"):
             setattr(layer, name, torch.zeros(1, 2, 3, 16))
 
 

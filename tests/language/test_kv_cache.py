@@ -15,7 +15,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer  # 
 
 import sage_processors as sp  # noqa: E402
 from sage_processors.language.kv_layers import MIN_SLACK, Int8Layer  # noqa: E402
-from sage_processors.language.quantized_kv import Int8KVCacheError, StoredKV, attend, stored_int8  # noqa: E402
+from sage_processors.language.quantized_kv import Int8KVCacheError, QuantizedKV, attend, quantized_kv_of  # noqa: E402
 from tests.language.tiny_cache_models import (  # noqa: E402
     BUFFERS,
     HEAD_DIM,
@@ -52,7 +52,7 @@ def feed(layers, number, seed, batch=2):
     if first:
         assert got[0] is new[0] and got[1] is new[1]
     else:
-        assert stored_int8(*got) is got[0]
+        assert quantized_kv_of(*got) is got[0]
         assert_holds(got[0], *want)
 
 
@@ -199,11 +199,11 @@ def test_stored_tokens_are_no_tensor():
     ):
         with pytest.raises((Int8KVCacheError, TypeError)):
             use()
-    assert stored_int8(query, query) is None
+    assert quantized_kv_of(query, query) is None
     other, _ = layer.update(*states(1))
     for key, value in ((stored, query), (query, stored), (stored, other)):
         with pytest.raises(TypeError, match="key, value"):
-            stored_int8(key, value)
+            quantized_kv_of(key, value)
 
 
 def test_C03_bad_input_raises_and_stores_nothing():
@@ -333,7 +333,7 @@ def test_encoder_decoder_keeps_both_caches_in_INT8():
             model(encoder_outputs=encoded, decoder_input_ids=ids[:, i : i + 1], past_key_values=cache).logits
             for i in range(13)
         ]
-        assert isinstance(cache.cross_attention_cache.layers[0].keys, StoredKV)
+        assert isinstance(cache.cross_attention_cache.layers[0].keys, QuantizedKV)
         want = model(encoder_outputs=encoded, decoder_input_ids=ids).logits
     assert relative(torch.cat(got, 1), want) < 0.01
 

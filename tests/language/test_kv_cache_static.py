@@ -13,7 +13,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer, StaticSlidingWin
 
 import sage_processors as sp  # noqa: E402
 from sage_processors.language.kv_static_layers import Int8StaticLayer, Int8StaticSlidingLayer  # noqa: E402
-from sage_processors.language.quantized_kv import StoredKV, attend  # noqa: E402
+from sage_processors.language.quantized_kv import QuantizedKV, attend  # noqa: E402
 from tests.diffusion.steps.test_timestep import NoHostRead  # noqa: E402
 from tests.language.tiny_cache_models import (  # noqa: E402
     BUFFERS,
@@ -277,4 +277,4 @@ def test_early_initialization_allocates_once():
     with torch.no_grad():
         model(**inputs, past_key_values=cache)
         stored = cache.layers[0].keys
-    assert isinstance(stored, StoredKV) and stored.k_codes.data_ptr() == address and cache.nbytes() == held
+    assert isinstance(stored, QuantizedKV) and stored.k_codes.data_ptr() == address and cache.nbytes() == held

@@ -13,8 +13,8 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 from sage_kernels.testing import relative_l2  # noqa: E402
 from sage_processors.language.kv_layers import Int8Layer  # noqa: E402
 from sage_processors.language.kv_static_layers import Int8StaticLayer, Int8StaticSlidingLayer  # noqa: E402
-from sage_processors.language.kv_vectors import ENOUGH, WINDOW, different_tokens  # noqa: E402
-from sage_processors.language.quantized_kv import StoredKV, attend  # noqa: E402
+from sage_processors.language.kv_vectors import ENOUGH, FIRST_TOKENS, different_tokens  # noqa: E402
+from sage_processors.language.quantized_kv import QuantizedKV, attend  # noqa: E402
 from tests.language.frozen_vectors import freeze, of_all, without  # noqa: E402
 
 
@@ -65,7 +65,7 @@ def filled(keys, values, queries, chunks, make, hidden=None):
         shown, first = layer.get_mask_sizes(number)
         stored = layer.update(keys[:, :, now], values[:, :, now])[0]
         begin += number
-        if not isinstance(stored, StoredKV) or begin <= ENOUGH:  # fewer tokens tell nobody which channels stand out
+        if not isinstance(stored, QuantizedKV) or begin <= ENOUGH:  # fewer tokens tell nobody which channels stand out
             continue
         column, row = torch.arange(begin), torch.arange(now.start, begin)[:, None]
         seen = column <= row if window is None else (column <= row) & (column > row - window)
@@ -183,14 +183,14 @@ def test_C01_a_cache_holds_the_same_bits_however_its_first_tokens_came(kind, chu
     """And no later token changes them."""
     keys, values, _, _ = text((True, True), 1)
     want, layer = WHOLE[kind](), WHOLE[kind]()
-    step(want, keys[:, :, :WINDOW], values[:, :, :WINDOW])
+    step(want, keys[:, :, :FIRST_TOKENS], values[:, :, :FIRST_TOKENS])
     for end, number in zip(torch.tensor(chunks).cumsum(0).tolist(), chunks, strict=True):
         step(layer, keys[:, :, end - number : end], values[:, :, end - number : end])
-    assert_same(bits(layer, WINDOW), bits(want, WINDOW))
-    held = [x.clone() for x in bits(want, WINDOW)]
+    assert_same(bits(layer, FIRST_TOKENS), bits(want, FIRST_TOKENS))
+    held = [x.clone() for x in bits(want, FIRST_TOKENS)]
     for either in (layer, want):
-        step(either, keys[:, :, WINDOW : WINDOW + 20], values[:, :, WINDOW : WINDOW + 20])
-        assert_same(bits(either, WINDOW), held)
+        step(either, keys[:, :, FIRST_TOKENS : FIRST_TOKENS + 20], values[:, :, FIRST_TOKENS : FIRST_TOKENS + 20])
+        assert_same(bits(either, FIRST_TOKENS), held)
 
 
 @pytest.mark.parametrize("kind", ["static", "static window"])
@@ -198,16 +198,16 @@ def test_C01_compiled_calls_store_what_others_do(kind):
     torch._dynamo.reset()
     keys, values, _, _ = text((True, True), 1)
     whole, other, layer = (WHOLE[kind]() for _ in range(3))
-    step(whole, keys[:, :, :WINDOW], values[:, :, :WINDOW])
+    step(whole, keys[:, :, :FIRST_TOKENS], values[:, :, :FIRST_TOKENS])
     for either in (layer, other):
         step(either, keys[:, :, :28], values[:, :, :28])
-    for i in range(28, WINDOW + 3):
+    for i in range(28, FIRST_TOKENS + 3):
         for either in (layer, other):
             step(either, keys[:, :, i : i + 1], values[:, :, i : i + 1], compiled=either is layer)
         assert_same(bits(layer, i + 1), bits(other, i + 1))
-    assert_same(bits(layer, WINDOW), bits(whole, WINDOW))
+    assert_same(bits(layer, FIRST_TOKENS), bits(whole, FIRST_TOKENS))
     step(layer, keys[:, :, 67:90], values[:, :, 67:90])  # and the host takes over again
-    assert_same(bits(layer, WINDOW), bits(whole, WINDOW))
+    assert_same(bits(layer, FIRST_TOKENS), bits(whole, FIRST_TOKENS))
 
 
 def test_C01_a_graph_that_was_captured_among_the_first_tokens_leaves_later_ones_alone():
@@ -277,7 +277,7 @@ def test_C01_any_order_of_operations_leaves_the_tokens_right(kind, seed):
             compiled = kind == "compiled" and held and number == 1
             stored = step(layer, *new, compiled=compiled)
             parts = [torch.cat(x, 2) for x in zip(parts, new, strict=True)]
-            if isinstance(stored, StoredKV):
+            if isinstance(stored, QuantizedKV):
                 assert_holds_tokens(stored, *parts)
         elif operation == "crop":
             removed = draw.randint(0, held)

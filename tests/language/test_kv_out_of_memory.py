@@ -18,7 +18,7 @@ import sage_processors as sp  # noqa: E402
 from sage_kernels.ops import decode  # noqa: E402
 from sage_processors.language.kv_layers import Int8Layer  # noqa: E402
 from sage_processors.language.kv_static_layers import Int8StaticSlidingLayer  # noqa: E402
-from sage_processors.language.quantized_kv import StoredKV, attend  # noqa: E402
+from sage_processors.language.quantized_kv import QuantizedKV, attend  # noqa: E402
 from tests.language.tiny_cache_models import BUFFERS, HEAD_DIM, HEADS, states  # noqa: E402
 from tests.support.tiny_language_models import MODELS  # noqa: E402
 
@@ -148,7 +148,7 @@ def outcome(cache, batch):
     result = []
     for layer in (SLIDING, FULL):
         got = cache.update(*states(1, batch, seed=99), layer)[0]
-        if isinstance(got, StoredKV):
+        if isinstance(got, QuantizedKV):
             assert got.owner is cache.layers[layer]
             result.append(attend(query, got))
     return result, state(cache)

@@ -6,7 +6,7 @@ import torch
 from transformers import DynamicCache
 
 import sage_processors as sp
-from sage_processors.language.quantized_kv import StoredKV
+from sage_processors.language.quantized_kv import QuantizedKV
 from tests.support.tiny_language_models import MODELS
 
 
@@ -22,7 +22,7 @@ def states(number, batch=2, seed=0, head_dim=HEAD_DIM):
     return k, torch.randn(batch, HEADS, number, head_dim, generator=generator) / 100
 
 
-def content(stored: StoredKV) -> tuple[torch.Tensor, torch.Tensor]:
+def content(stored: QuantizedKV) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values that the codes stand for, oldest first, and half a step of each as the error to expect."""
     number = stored.shape[2] if stored.lengths is None else int(stored.lengths)
     slots = torch.arange(max(number - stored.shape[2], 0), number) % stored.shape[2]
@@ -32,7 +32,7 @@ def content(stored: StoredKV) -> tuple[torch.Tensor, torch.Tensor]:
     return (k, k_scale), (stored.v_codes[:, :, slots].double() * v_scale, v_scale)
 
 
-def assert_holds(stored: StoredKV, keys, values) -> None:
+def assert_holds(stored: QuantizedKV, keys, values) -> None:
     """The codes are these keys and values [B, H_kv, S, D], to half a step of each token's scale."""
     for (got, step), want in zip(content(stored), (keys, values), strict=True):
         assert got.shape == want.shape
@@ -73,7 +73,7 @@ class Watched(sp.Int8KVCache):
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
         got = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         want = self.twin.update(key_states, value_states, layer_idx)
-        if isinstance(got[0], StoredKV):
+        if isinstance(got[0], QuantizedKV):
             assert_holds(got[0], *want)
             self.done.append("compared")
         return got

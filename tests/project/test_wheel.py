@@ -107,7 +107,7 @@ def test_wheel_runs_outside_of_the_checkout(wheel, demo_wheel, tmp_path):
     *places, metric = fresh(code, path=(site,), cwd=tmp_path).splitlines()
     missing = places.pop(3)
     assert len(places) == 6 and all(place.startswith(str(site)) for place in places), places
-    assert missing == 'tiny_flux comes with another package: pip install "sage-processors[demo]"'
+    assert missing == 'tiny_flux is in another package: pip install "sage-processors[demo]"'
     record = json.loads((site / "sage_processors_demo" / "tiny_classifier" / "metrics.json").read_text())
     assert metric == sorted(record)[0]
 

@@ -214,12 +214,12 @@ def test_the_command_reads_configs_and_compiles(started, monkeypatch):
         assert result.exit_code == code, result.output
         return result.output
 
-    assert "Nothing to warm up on a CPU" in invoke("tiny_flux", "--device", "cpu")
+    assert "Nothing to warm up: a CPU" in invoke("tiny_flux", "--device", "cpu")
     assert "Invalid value for --recipe" in invoke("tiny_flux", "--recipe", "int3", code=2)
     assert "--dtype" in invoke("tiny_flux", "--dtype", "int8", code=2)
     monkeypatch.setattr(command, "torch_device", lambda name: CUDA)
     output = invoke("tiny_flux", "--min-tokens", "0", "--dtype", "float16", "--recipe", FP8)
-    assert "1 kernels in" in output and "0 of them were there" in output
+    assert "1 kernels in" in output and "0 of them from the cache" in output
     (kind,) = started[-1]
     assert (kind.dtype, kind.recipe, kind.keeps_rows, kind.scaling) == (torch.float16, FP8, True, "planned")
     assert "no call of this model is long enough" in invoke("tiny_flux", "--min-tokens", str(2**40))

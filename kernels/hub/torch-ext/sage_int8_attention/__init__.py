@@ -1,7 +1,7 @@
-"""INT8 attention as a kernel of the Hugging Face Hub: functions of tensors, nothing is kept between calls.
+"""INT8 attention as a kernel of the Hugging Face Hub, with functions that keep nothing between calls.
 
-`sage_kernels/` beside this file is written by kernels/hub/make.py; it is the package of that name, as far as attention
-goes. This file and flash.py import torch and what lies beside them.
+kernels/hub/make.py writes `sage_kernels/` beside this file: the files of that package that attention needs. This file
+and flash.py may import torch and these files.
 """
 
 from .flash import flash_attn_func, flash_attn_varlen_func

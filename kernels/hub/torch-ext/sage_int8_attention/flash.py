@@ -1,4 +1,4 @@
-"""The two functions of FlashAttention's interface that libraries look for in an attention kernel, in INT8."""
+"""INT8 attention with FlashAttention's interface: two functions that libraries look for in a kernel."""
 
 from __future__ import annotations
 
@@ -32,21 +32,27 @@ def flash_attn_varlen_func(
     recipe: str = DEFAULT_RECIPE,
     scaling: str = "per_token",
 ) -> Any:
-    """Softmax attention of packed sequences, scores in INT8; inference only.
+    """Run softmax attention of packed sequences with scores in INT8. For inference only.
 
     Args:
-        q, k, v: [total_q, H, D], [total_k, H_kv, D].
+        q: [total_q, H, D].
+        k, v: [total_k, H_kv, D].
         cu_seqlens_q, cu_seqlens_k: int32 [sequences + 1], 0 and the ends of the sequences, on q's device.
-        max_seqlen_q, max_seqlen_k: not read: nothing hangs on them.
-        causal: the last row of a sequence sees all of its keys.
-        window_size: keys before and after a row's own position that it sees; -1: all. One side is (n, 0) or causal;
-            both sides have to be equal.
-        deterministic: every call is.
+        max_seqlen_q, max_seqlen_k: ignored.
+        dropout_p: must be 0.
+        softmax_scale: None is D ** -0.5.
+        causal: the last row of a sequence sees all keys of the sequence, and each row before it one key less.
+        window_size: number of keys before and after a row's own position that it sees; -1 is all. Without causal and
+            with a right side other than 0, both sides must be equal.
+        softcap: bound of the scores; 0 is none.
+        alibi_slopes: must be None.
+        deterministic: ignored, as every call is deterministic.
+        return_attn_probs: return the log-sum-exp too.
         s_aux: [H], logits of attention sinks.
-        recipe, scaling: of `sage_attention_varlen`.
-    Returns: [total_q, H, D]; with return_attn_probs also the log-sum-exp [H, total_q] fp32 and None for the
-        probabilities, which are never formed.
-    Raises: NotImplementedError for dropout, ALiBi, a gradient and windows of unequal sides; else as
+        recipe, scaling: as in `sage_attention_varlen`.
+    Returns: [total_q, H, D]. With return_attn_probs also the log-sum-exp, fp32 [H, total_q], and None in place of the
+        probabilities, which are never computed.
+    Raises: NotImplementedError for dropout, ALiBi, a gradient, or a window with unequal sides. Others as
         `sage_attention_varlen`.
     """
     _refuse(dropout_p, alibi_slopes)
@@ -75,10 +81,10 @@ def flash_attn_func(
     recipe: str = DEFAULT_RECIPE,
     scaling: str = "per_token",
 ) -> Any:
-    """Softmax attention of a batch, scores in INT8; inference only.
+    """Run softmax attention of a batch with scores in INT8. For inference only.
 
-    Args: q [B, S_q, H, D], k and v [B, S_kv, H_kv, D]; the others as in `flash_attn_varlen_func`.
-    Returns: [B, S_q, H, D]; with return_attn_probs also the log-sum-exp [B, H, S_q] fp32 and None.
+    Args: q [B, S_q, H, D]; k and v [B, S_kv, H_kv, D]; all others as in `flash_attn_varlen_func`.
+    Returns: [B, S_q, H, D]. With return_attn_probs also the log-sum-exp, fp32 [B, H, S_q], and None.
     """
     _refuse(dropout_p, alibi_slopes)
     causal, window = _band(causal, window_size)
@@ -90,13 +96,13 @@ def flash_attn_func(
 
 def _refuse(dropout_p: float, alibi_slopes: Any) -> None:
     if dropout_p:
-        raise NotImplementedError(f"dropout_p: got {dropout_p}, expected 0: there is no dropout; call model.eval()")
+        raise NotImplementedError(f"dropout_p: got {dropout_p}, expected 0, as there is no dropout; call model.eval()")
     if alibi_slopes is not None:
-        raise NotImplementedError("alibi_slopes: got a tensor, expected None: there is no bias of positions")
+        raise NotImplementedError("alibi_slopes: got a tensor, expected None, as there is no position bias")
 
 
 def _band(causal: bool, window_size: tuple[int, int]) -> tuple[bool, int | None]:
-    """causal and window of `sage_attention`, whose window counts a row's own key."""
+    """Return causal and window for `sage_attention`. Its window includes a row's own key."""
     left, right = window_size
     if causal or right == 0:
         return True, None if left < 0 else left + 1
@@ -104,6 +110,6 @@ def _band(causal: bool, window_size: tuple[int, int]) -> tuple[bool, int | None]
         return False, None
     if left != right:
         raise NotImplementedError(
-            f"window_size: got {tuple(window_size)} without causal, expected equal sides, or a right one of 0"
+            f"window_size: got {tuple(window_size)} without causal, expected equal sides or a right side of 0"
         )
     return False, left + 1
