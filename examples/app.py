@@ -1,4 +1,4 @@
-"""A page that draws with stock and with INT8 attention and lays one over the other: what a Space would run.
+"""A web page that draws with stock and with INT8 attention and lays one picture over the other.
 
 pip install "sage-processors[app]"
 python examples/app.py --port 7860  # offline: tiny_sd, tiny_flux, and a small SDXL of random weights

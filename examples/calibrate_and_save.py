@@ -1,9 +1,9 @@
-"""Find the fastest options that meet a quality budget, keep them in a file, draw with what the file says.
+"""Find the fastest options that meet a quality budget, keep them in a file, and draw with them.
 
 python examples/calibrate_and_save.py --policy policy.json --compare  # offline: the trained tiny_flux
 python examples/calibrate_and_save.py --policy policy.json --model black-forest-labs/FLUX.1-dev --target-psnr 40
 
-The second run finds the file and draws at once: --policy of a server. It fits the model that it was measured on.
+The second run finds the file and draws at once, as a server would. The file is only for the model it was made with.
 """
 
 import small_pictures
@@ -29,8 +29,8 @@ def main() -> None:
         if not args.policy.exists():
             found = sp.calibrate(
                 pipe, example_prompts(args.pictures), target_psnr=args.target_psnr, steps=args.steps,
-                recipes=[args.recipe], scalings=[args.scaling], linears=formats, config=line.attention(linears="none"),
-                path=args.policy,
+                recipes=[args.recipe], scalings=[args.scaling], linears=formats,
+                config=line.attention().with_linears("none"), path=args.policy,
             )  # fmt: skip
             found.print()
         options = sp.SageAttnProcessor.from_policy(args.policy, pipe)  # what another process does

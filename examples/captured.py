@@ -1,9 +1,9 @@
-"""FLUX.1 from CUDA graphs of whole forwards: one launch a step in the place of thousands, and no compiler to wait for.
+"""FLUX.1 from CUDA graphs of whole forwards: one launch per step instead of thousands, without a compiler.
 
 python examples/captured.py --compare  # offline: the trained tiny_flux; a CPU has no graphs, and its steps are eager
 python examples/captured.py "an owl at dusk" --model black-forest-labs/FLUX.1-dev --linears int8
 
-The report says how many steps came from a graph, and why others did not: the first five make scales and kernels ready.
+The report says how many steps came from a graph, and why others did not: the first five prepare scales and kernels.
 """
 
 import small_pictures

@@ -3,7 +3,7 @@
 python examples/cogvideox.py --compare  # offline, random weights: noise
 python examples/cogvideox.py "a cat on a surfboard" --model zai-org/CogVideoX-5b
 
-Text and video are one sequence, 64 channels a head. The 2B checkpoint was trained in fp16, the 5B one in bf16.
+Text and video are one sequence; head_dim is 64. The 2B checkpoint was trained in fp16, the 5B one in bf16.
 """
 
 import small_videos

@@ -1,4 +1,4 @@
-"""The one command line of the examples: the same options, messages of one line, and what is shown at the end.
+"""The command line that all examples share: options, messages of one line, and the results at the end.
 
 An example makes a `CommandLine`, loads its pipeline in `with line.loading(...)`, swaps attention, and calls `show`.
 """
@@ -106,11 +106,13 @@ class CommandLine(OneLineParser):
                 name, self.small = str(sp.pipelines.path(name)), sp.pipelines.call_arguments(name)
             yield name
 
-    def attention(self, **options) -> sp.SageAttnProcessor:
+    def attention(self, *, drop_weights: bool = False, **options) -> sp.SageAttnProcessor:
         """The options of the swap that the command line asks for; a small model is too small for the defaults."""
-        chosen: dict[str, Any] = {name: getattr(self.args, name) for name in ("recipe", "linears", "scaling")}
+        chosen: dict[str, Any] = {name: getattr(self.args, name) for name in ("recipe", "scaling")}
+        least = 0 if self.is_small else None
+        chosen["linears"] = sp.Linears(self.args.linears, min_features=least, drop_weights=drop_weights)
         if self.is_small:
-            chosen |= {"min_tokens": MIN_TOKENS, "linears": sp.Linears(chosen["linears"], min_features=0)}
+            chosen["min_tokens"] = MIN_TOKENS
         return sp.SageAttnProcessor(**chosen | options)
 
     def implementation(self) -> str:

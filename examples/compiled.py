@@ -3,7 +3,7 @@
 python examples/compiled.py --compare  # offline: the trained tiny_flux
 python examples/compiled.py "an owl at dusk" --model black-forest-labs/FLUX.1-dev --cuda-graphs
 
-Steps don't recompile, though each has scales of its own: these are on the device, and a graph replays what reads them.
+Steps don't recompile, though each has scales of its own: the scales are on the device, where a graph reads them.
 """
 
 import small_pictures

@@ -1,4 +1,4 @@
-"""ControlNet: a picture's outline decides the shapes, with INT8 attention in the denoiser and in the ControlNet.
+"""ControlNet: an outline decides the shapes, with INT8 attention in both models.
 
 python examples/controlnet.py --compare  # offline: tiny_sd, and a ControlNet made of it that was not trained
 python examples/controlnet.py "an owl" --image edges.png --model stable-diffusion-v1-5/stable-diffusion-v1-5 \

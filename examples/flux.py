@@ -3,7 +3,7 @@
 python examples/flux.py --compare  # offline, the trained tiny_flux
 python examples/flux.py "an owl at dusk" --model black-forest-labs/FLUX.1-dev --height 2048 --width 2048
 
-Attention is a small part of 1024 x 1024 pixels: --linears int8 speeds up the other part, and 2048 x 2048 has both.
+At 1024 x 1024 pixels attention is a small part of the time: --linears int8 speeds up the rest.
 """
 
 import small_pictures

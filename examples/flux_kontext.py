@@ -1,4 +1,4 @@
-"""FLUX.1 Kontext: a picture changed as the prompt says, with INT8 attention.
+"""FLUX.1 Kontext: change a picture by a prompt, with INT8 attention.
 
 python examples/flux_kontext.py --compare  # offline, with the weights of tiny_flux, which was not trained for it
 python examples/flux_kontext.py "add a hat" --image cat.png --model black-forest-labs/FLUX.1-Kontext-dev

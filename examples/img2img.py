@@ -4,7 +4,7 @@ python examples/img2img.py --compare  # offline: tiny_sd, an adapter and a LoRA 
 python examples/img2img.py "an owl" --model stable-diffusion-v1-5/stable-diffusion-v1-5 --image sketch.png \\
     --style paint.png --ip-adapter h94/IP-Adapter --lora style.safetensors --lora-percent 80
 
-Adapters may come before or after the one line: an IP-Adapter that is loaded later is swapped by the next forward.
+Adapters may be loaded before or after the swap: a later IP-Adapter is swapped at the next forward.
 """
 
 import small_adapters

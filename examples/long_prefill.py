@@ -1,6 +1,6 @@
-"""Time the reading of a long prompt with stock and with INT8 attention, and weigh the KV caches.
+"""Time the prefill of a long prompt with stock and with INT8 attention, and print the sizes of the KV caches.
 
-python examples/long_prefill.py --min-tokens 2        # the embedded model: on a GPU 512 tokens would stay exact
+python examples/long_prefill.py --min-tokens 2        # the embedded model: on a GPU 512 tokens would run in 16 bit
 python examples/long_prefill.py --model meta-llama/Llama-3.1-8B --tokens 32768
 python examples/long_prefill.py --model folder/with/config.json --random --tokens 131072
 """

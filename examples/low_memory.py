@@ -1,4 +1,4 @@
-"""FLUX.1 in little memory: INT8 attention, linear layers that keep 8-bit weights only, blocks that wait on the CPU.
+"""FLUX.1 in little memory: INT8 attention, linear layers with 8-bit weights only, blocks offloaded to the CPU.
 
 python examples/low_memory.py --compare  # offline: the trained tiny_flux
 python examples/low_memory.py "an owl at dusk" --model black-forest-labs/FLUX.1-dev

@@ -3,7 +3,7 @@
 python examples/ltx_video.py --compare  # offline, random weights: noise
 python examples/ltx_video.py "a cat on a surfboard" --model Lightricks/LTX-Video
 
-Heads have 64 channels, and its VAE compresses so much that calls are short: the report says which stay exact.
+head_dim is 64, and its VAE compresses so much that calls are short: the report says which run in 16 bit.
 """
 
 import small_videos

@@ -1,4 +1,4 @@
-"""Many pictures on many GPUs: accelerate gives every process its share of the prompts, each has a pipeline of its own.
+"""Many pictures on many GPUs: accelerate gives every process a share of the prompts and its own pipeline.
 
 torchrun --nproc-per-node 2 examples/many_pictures.py --compare  # offline, on CPUs too: the trained tiny_sd
 torchrun --nproc-per-node 8 examples/many_pictures.py --file prompts.txt --model black-forest-labs/FLUX.1-dev

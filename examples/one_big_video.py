@@ -1,10 +1,10 @@
-"""One big video on several GPUs: Wan's tokens are split over them (context parallelism), each attends with INT8.
+"""One big video on several GPUs with INT8 attention: Wan's tokens are split over them (context parallelism).
 
 torchrun --nproc-per-node 2 examples/one_big_video.py --compare  # offline, on CPUs too: random weights, noise
 torchrun --nproc-per-node 8 examples/one_big_video.py "a cat on a surfboard" --model Wan-AI/Wan2.1-T2V-14B-Diffusers
 
---kind ulysses exchanges heads, of which each GPU needs one; ring passes keys and values around. --compare draws with
-stock attention on one GPU.
+--kind ulysses gives each GPU some of the heads, so there must be one for each; ring passes keys and values around.
+--compare draws with stock attention on one GPU.
 """
 
 import os

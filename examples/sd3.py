@@ -3,7 +3,7 @@
 python examples/sd3.py --compare  # offline, random weights: noise
 python examples/sd3.py "an owl at dusk" --model stabilityai/stable-diffusion-3.5-medium
 
-Text and picture attend jointly, 64 channels a head. The medium one also has attention over the picture alone.
+Text and picture attend jointly; head_dim is 64. The medium model also has attention over the picture alone.
 """
 
 import small_pictures

@@ -3,7 +3,7 @@
 python examples/sdxl.py --compare  # offline, random weights: noise
 python examples/sdxl.py "an owl at dusk" --model stabilityai/stable-diffusion-xl-base-1.0
 
-Calls over 1024 x 1024 pixels are short on a large GPU and may stay exact: --height 2048 --width 2048 has longer ones.
+Calls for 1024 x 1024 pixels are short on a large GPU and may run in 16 bit: try --height 2048 --width 2048.
 The VAE overflows in fp16: the pipeline casts it up by itself.
 """
 

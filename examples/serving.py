@@ -1,9 +1,9 @@
-"""A server's loop: one FLUX.1 that stays, requests of changing sizes, INT8 attention that recompiles for none of them.
+"""A server's loop: one FLUX.1 for requests of changing sizes, with INT8 attention that never recompiles.
 
 python examples/serving.py --compare  # offline: the trained tiny_flux
 python examples/serving.py --model black-forest-labs/FLUX.1-dev --sizes 1024x1024 2048x2048 1536x640
 
-Every request draws what it would draw alone: what scales are planned from lasts from its first step to its last one.
+Every request draws the same picture as alone: scales are planned from earlier steps of the same request only.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Text to image with INT8 attention: any diffusers checkpoint by name or folder; without --model the embedded one.
+"""Text to image with INT8 attention: any diffusers checkpoint, or without --model a small one.
 
 python examples/text_to_image.py "a red circle on a blue background" --compare
 python examples/text_to_image.py "an owl at dusk" --model Tongyi-MAI/Z-Image-Turbo --steps 9

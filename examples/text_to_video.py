@@ -1,4 +1,4 @@
-"""Text to video with INT8 attention: any diffusers checkpoint by name or folder; without --model a small one.
+"""Text to video with INT8 attention: any diffusers checkpoint, or without --model a small one.
 
 python examples/text_to_video.py "a red square moving left" --compare  # offline: tiny_wan
 python examples/text_to_video.py "a cat on a surfboard" --model genmo/mochi-1-preview --num_frames 49

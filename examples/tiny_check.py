@@ -1,4 +1,4 @@
-"""Does a picture show what its caption says? Nearest palette colours, and the best fitting of all shape templates."""
+"""Check that a picture shows its caption: nearest palette colours, and the best fitting shape template."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A training's state in files small enough to carry: tensors in one file a part, state.json last, a log of losses."""
+"""Checkpoints of a training run in small files: one file of tensors per part, state.json last, a log of losses."""
 
 from __future__ import annotations
 

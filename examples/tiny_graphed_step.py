@@ -1,4 +1,4 @@
-"""Gradients of a training step as one CUDA graph: thousands of small kernels for the price of one launch."""
+"""Gradients of a training step as one CUDA graph: one launch instead of thousands of small kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Latents that the transformer learns from, encoded in advance and replaced bit by bit as training goes on."""
+"""Latents for training the transformer, encoded in advance and replaced gradually as training goes on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does a clip show what its caption says? Colours, the way that the shape goes and its outline, all from the pixels.
+"""Check that a clip shows its caption: colours, direction of motion and outline, all from the pixels.
 
 Nothing here is learnt: on drawn clips the answers are right (tests/pipelines/test_tiny_wan.py says how often), so a
 wrong one is the clip's fault.

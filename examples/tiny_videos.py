@@ -1,4 +1,4 @@
-"""Clips of one moving shape and their captions, drawn on the device they are needed on: what `tiny_wan` learns from.
+"""Clips of one moving shape and their captions, drawn on the device: the training data of `tiny_wan`.
 
 "a red square moving left behind a blue bar on a white background": colour, shape, motion, an optional bar that hides
 the shape for a while, an optional mention of the background. Shapes and colours are those of tiny_data.py.

@@ -1,4 +1,4 @@
-"""`tiny_wan` before training: diffusers' own WanPipeline from small configs, and how its parts start.
+"""`tiny_wan` before training: diffusers' own WanPipeline from small configs, and its initial weights.
 
 A WanTransformer3DModel (3D rotary embedding, patches of 1x2x2, cross-attention to the text, heads of 64 channels), an
 AutoencoderKLWan that makes 2 frames of 4x4 pixels one latent of 8 channels, a UMT5 encoder with a vocabulary of the

@@ -1,4 +1,4 @@
-"""Wan's VAE on a clip at once: what AutoencoderKLWan computes frame by frame, in a tenth of the kernels.
+"""Run Wan's VAE on a whole clip at once, in a tenth of the kernels that going frame by frame takes.
 
 diffusers hands its VAE one latent frame at a time and carries what causal convolutions need of earlier ones, which
 saves memory. Training keeps all of it anyway, and thousands of small kernels wait for the host. The numbers are the

@@ -1,4 +1,4 @@
-"""Train the embedded language model from scratch on text that every Python brings along, and save it as a folder.
+"""Train the embedded language model from scratch on text that comes with Python, and save it as a folder.
 
     python examples/train_tiny_lm.py --preset cpu --workdir training --minutes 20
     python examples/train_tiny_lm.py --preset cpu --workdir training --minutes 20 --resume   # until it says: saved

@@ -1,9 +1,9 @@
-"""A vision encoder with INT8 attention: SigLIP, CLIP, DINOv2, ViT, and whatever AutoModel makes of a picture model.
+"""A vision encoder with INT8 attention: SigLIP, CLIP, DINOv2, ViT and others that AutoModel loads.
 
 python examples/vision_encoder.py --compare  # offline, random weights
 python examples/vision_encoder.py --image owl.png --model google/siglip2-so400m-patch16-512 --compare
 
-A picture is some hundred to some thousand tokens: on a large GPU such calls may stay exact, as the report says.
+A picture is some hundred to some thousand tokens: on a large GPU such calls may run in 16 bit, as the report says.
 """
 
 import time

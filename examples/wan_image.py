@@ -3,7 +3,7 @@
 python examples/wan_image.py --compare  # offline, two experts with random weights: noise
 python examples/wan_image.py "the owl takes off" --image owl.png --model Wan-AI/Wan2.2-I2V-A14B-Diffusers
 
-The checkpoints of 2.1 attend to the picture in calls of their own, of 257 tokens: short, they stay exact on a GPU.
+The checkpoints of 2.1 attend to the picture in separate calls of 257 tokens, which run in 16 bit on a GPU.
 """
 
 import small_videos

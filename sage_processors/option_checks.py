@@ -1,4 +1,4 @@
-"""Checks of single option values, with messages that say what was got and what is expected."""
+"""Checks of single option values, with messages of the same form."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ _policy_readers: list[Callable[..., Any]] = []
 
 
 def read_policies_with(reader: Callable[..., Any]) -> None:
-    """Set the function that `SageAttnProcessor.from_policy` calls, which lies in a room above this file."""
+    """Set the function behind `SageAttnProcessor.from_policy`, as it lies above this file."""
     _policy_readers.append(reader)
 
 
@@ -73,7 +73,9 @@ def _names_the_closest(init: Any) -> Any:
 
 @dataclass(frozen=True, init=False)
 class SageAttnProcessor:
-    """Options of INT8 attention for diffusers models. Give it to `pipe.set_attn_processor` or `sage_processors.apply`.
+    """Options of INT8 attention for diffusers models.
+
+    Give them to `pipe.set_attn_processor` or `sage_processors.apply`.
 
     Args:
         recipe: number formats of the two matmuls, a key of `sage_kernels.RECIPES`. "mixed": most query-key blocks in a
@@ -243,7 +245,7 @@ class SageAttnProcessor:
         return tuple((pattern, value) for pattern, value in found if value is not None)
 
     def of_layer(self, option: str, name: str) -> Any:
-        """Return an option of one layer: that of the first rule that matches its name, else the processor's own."""
+        """Return an option of one layer: from the first matching rule, else the processor's own."""
         for pattern, value in self.rules(option):
             if fnmatchcase(name, pattern):
                 return value

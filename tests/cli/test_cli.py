@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from diffusers.utils import logging as diffusers_logging
 from PIL import Image
 from typer.testing import CliRunner
 
@@ -21,6 +22,10 @@ from sage_processors.evaluation import quality
 from sage_processors.evaluation.side_by_side import LABEL, MARGIN
 from sage_processors.reporting.layer_names import patterns
 from tests.support.repository import ROOT
+
+
+# made now, as a handler that is made within CliRunner keeps its stderr, which is closed later
+diffusers_logging.get_logger()
 
 
 @pytest.fixture(autouse=True)

@@ -27,6 +27,7 @@ PAGES = (
     "kernels/NOTES.md",
     *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md")),
 )
+UNLINKED = ("glossary.md", "api.md", "compatibility.md", "index.md")  # made from code, or lists of links
 LINK = re.compile(r"\[[^\]]+\]\(([^)\s]+)\)")
 GENERATED = re.compile(r"<!-- (\w+):begin -->.*?<!-- \1:end -->", re.DOTALL)
 MEASURED = re.compile(r"\d[\d.,]*\s?(?:×(?! \d)|dB|ms\b|µs|TFLOPS|TB/s|[GM]iB|tokens/s|%)")
@@ -87,6 +88,53 @@ def gain() -> float:
         and "linears" not in row["recipe"]
     )
     return 100 * (float(row["ratio_vs_cudnn"]) - 1)
+
+
+def sections(page: str) -> dict[str, str]:
+    """{anchor of a heading of the third level: text below it}."""
+    parts = re.split(r"^### (.+)$", read(page), flags=re.MULTILINE)
+    return {name.lower().replace(" ", "-"): text for name, text in zip(parts[1::2], parts[2::2], strict=True)}
+
+
+# how the words of the glossary appear on other pages
+OUR_WORDS = {
+    "recipe": r"recipes?", "scaling": r"scalings?", "plan": r"plan(?:s|ned)?", "centre": r"centred?",
+    "balance": r"balanced?", "guard": r"guard", "call-site": r"call sites?", "denoiser": r"denoisers?",
+    "step-window": r"step windows?", "fallback": r"fallbacks?|fall(?:s|ing)? back", "short-call": r"short calls?",
+    "postponed-result": r"postponed", "replay": r"replay(?:s|ed)?",
+}  # fmt: skip
+
+
+def test_the_glossary_is_short_and_says_where_a_word_matters():
+    found = sections("docs/glossary.md")
+    assert set(found) == set(OUR_WORDS) and len(read("docs/glossary.md").splitlines()) <= 60
+    assert all(LINK.search(text) or word == "call-site" for word, text in found.items())
+
+
+@pytest.mark.parametrize("word", OUR_WORDS)
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page.startswith("docs/") and page.split("/")[1] not in UNLINKED]
+)
+def test_the_first_use_of_a_word_of_ours_leads_to_the_glossary(page, word):
+    text = re.sub(r"^#.*$|`[^`\n]+`", "", FENCE.sub("", GENERATED.sub("", read(page))), flags=re.MULTILINE)
+    text = re.sub(r"\[[^\]]+\]\((?!glossary)[^)]+\)", "", text)  # other links say where they lead
+    used = re.search(rf"(?<!\w)(?:{OUR_WORDS[word]})(?!\w)", text, re.IGNORECASE)
+    if used:
+        linked = text.find(f"(glossary.md#{word})")
+        paragraph = (text + "\n\n").find("\n\n", used.start())
+        assert 0 <= linked < paragraph, f"{page}: {text[used.start() - 40 : used.end() + 40]!r}"
+
+
+def test_files_that_the_recipes_of_contributing_name_are_there():
+    """A file of a list is named in full, or from a folder that the same step names."""
+    found = sections("CONTRIBUTING.md")
+    assert len(found) == 4
+    for text in found.values():
+        for step in re.split(r"^\d\. ", text.partition("\n## ")[0], flags=re.MULTILINE):
+            named = re.findall(r"`([\w./]+(?:\.py|\.md|\.json|/))`", step)
+            folders = [ROOT, *(ROOT / name if name.endswith("/") else (ROOT / name).parent for name in named)]
+            missing = [name for name in named if not any((folder / name).exists() for folder in folders)]
+            assert not missing, missing
 
 
 TYPED = {  # the few numbers with a unit in prose: where they come from

@@ -303,9 +303,8 @@ def _check_parts(got: list[dict], parts: list[dict]) -> None:
             )
             _same(layer["rotation"], known["rotation"], f"rotation of layer {layer['name']!r}", remedy)
         _same(part["bins"], wanted["bins"], f"bins of {label}", _SAVE_AGAIN)
-        _same(
-            part["margin"], wanted["margin"], f"margin of {label}", f"use SageAttnProcessor(margin={part['margin']})"
-        )
+        remedy = f"use SageAttnProcessor(scaling={{..., 'margin': {part['margin']}}})"
+        _same(part["margin"], wanted["margin"], f"margin of {label}", remedy)
 
 
 def _same(got, expected, what: str, remedy: str) -> None:

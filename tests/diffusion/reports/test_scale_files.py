@@ -205,7 +205,7 @@ Q01 = {
     "heads": (_set_layer("kv_heads", 7), ["got 7 for kv_heads of layer", "attn", "expected 2"]),
     "head_dim": (_set_layer("head_dim", 99), ["got 99 for head_dim of layer", "attn"]),
     "bins": (_set("bins", 8), ["got 8 for bins", "expected 16"]),
-    "margin": (_set("margin", 1.5), ["got 1.5 for margin", "expected 0.9", "SageAttnProcessor(margin=1.5)"]),
+    "margin": (_set("margin", 1.5), ["got 1.5 for margin", "expected 0.9", "'margin': 1.5"]),
     "config": (_set("config_hash", "0" * 64), ["for config_hash of transformer", 'on_mismatch="fresh"']),
     "dtype": (_set("dtype", "torch.float16"), ["got torch.float16 for dtype", "expected torch.float32"]),
     "adapters": (_set("adapters", ["style:1"]), ["got ['style:1'] for adapters", "same LoRA adapters"]),
