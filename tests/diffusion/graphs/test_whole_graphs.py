@@ -217,6 +217,7 @@ CHANGES = {
     "hook": lambda model: model.proj_out.register_forward_hook(lambda module, args, out: out * 1.5),
     "hook before": lambda model: model.proj_out.register_forward_pre_hook(lambda module, args: (args[0] * 1.5,)),
     "processors": lambda model: model.set_attn_processor(diffusers.models.attention_processor.FluxAttnProcessor2_0()),
+    "state of a processor": lambda model: [setattr(x._sage, "kept", True) for x in model.attn_processors.values()],
     "flag": lambda model: setattr(model.norm_out.norm, "eps", 0.5),
     "fused": lambda model: model.fuse_qkv_projections(),
 }
