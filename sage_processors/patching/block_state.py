@@ -1,4 +1,4 @@
-"""State that this package keeps on a repeated block or an attention module: one object, `module._sage`.
+"""State kept on a repeated block or an attention module: one object, `module._sage`.
 
 Linear layers, norms and attention processors have objects of other classes under this name: LinearState, NormState,
 ProcessorState.

@@ -147,7 +147,7 @@ def _tensors(module: nn.Module) -> list[torch.Tensor]:
 
 
 def _attributes(module: nn.Module) -> list[dict[str, Any]]:
-    """Return the attribute dicts of a module and of objects it holds, such as a plain processor and its `_sage`."""
+    """Return the attribute dicts of a module and of objects it holds, such as a processor."""
     found = [module.__dict__]
     for name, value in module.__dict__.items():
         is_known = name == "processor" or type(value).__module__.partition(".")[0] not in OPAQUE
