@@ -48,7 +48,7 @@ class Layer:
 
     @property
     def own(self) -> ProcessorState:
-        """What our processor keeps beside the attributes of the original."""
+        """The state that our processor keeps beside the attributes of the original."""
         state: ProcessorState = self.sage._sage
         return state
 

@@ -224,7 +224,10 @@ def _compiled(module, base, x):
 
 
 class _SwappedLinear(_Beside):
-    """Mixin of the classes of swapped linear layers. Its attributes beside weight and bias start with _sage."""
+    """Mixin of the classes of swapped linear layers.
+
+    Its attributes beside weight and bias start with _sage.
+    """
 
     _sage_base: type
     _sage: LinearState

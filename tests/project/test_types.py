@@ -41,6 +41,22 @@ LINES = {
     "reveal_type(sage_decode_attention(q, q, q, q, q, return_lse=True)[1])": "torch._tensor.Tensor",
     "reveal_type(unsupported(q, q, q))": "str | None",
     "reveal_type(RECIPES[DEFAULT_RECIPE].pv)": "str",
+    "reveal_type(sp.SageAttnProcessor(keep=sp.Keep(last_steps=2, noise=(0, 0.1)), skip=sp.Skip(every=4)).keep)": (
+        "sage_processors.option_groups.Keep"
+    ),
+    "reveal_type(sp.SageAttnProcessor(linears='int8', scaling=sp.Scaling('delayed'), graphs='auto').scaling)": (
+        "sage_processors.option_groups.Scaling"
+    ),
+    "reveal_type(sp.SageAttnProcessor(linears={'format': 'fp8'}, keep={'last_steps': 1}).linears)": (
+        "sage_processors.option_groups.Linears"
+    ),
+    "reveal_type(sp.SageAttnProcessor(layers={'*a': {'recipe': '16bit', 'skip_limit': 0.1}}, rotation='auto').layers)": (
+        "tuple[sage_processors.option_groups.LayerRule, ...]"
+    ),
+    "sp.SageAttnProcessor(linears='int9')": "arg-type",
+    "sp.SageAttnProcessor(on_unsupported='strict')": "arg-type",
+    "sp.SageAttnProcessor(layers={'*': {'recip': '16bit'}})": "typeddict-unknown-key",
+    "sp.Keep(first=2)": "call-arg",
     "sp.SageAttnProcessor(recipe=8)": "arg-type",
     "sp.SageAttnProcessor(recpie='qk_int8_pv_bf16')": "call-arg",
     "sp.apply(pipe, 'qk_int8_pv_bf16')": "arg-type",
