@@ -50,7 +50,7 @@ LINES = {
     "reveal_type(sp.SageAttnProcessor(linears={'format': 'fp8'}, keep={'last_steps': 1}).linears)": (
         "sage_processors.option_groups.Linears"
     ),
-    "reveal_type(sp.SageAttnProcessor(layers={'*a': {'recipe': '16bit', 'skip_limit': 0.1}}, rotation='auto').layers)": (
+    "reveal_type(sp.SageAttnProcessor(layers={'*a': {'recipe': '16bit', 'skip_limit': 0.1}}).layers)": (
         "tuple[sage_processors.option_groups.LayerRule, ...]"
     ),
     "sp.SageAttnProcessor(linears='int9')": "arg-type",
