@@ -291,7 +291,7 @@ def _softmax(rows: list[dict[str, str]]) -> str:
         again = by_key.get((case, gpu, recipe, "redone_share"))
         lines.append([shape, recipe, gpu, *speeds, cost, "–" if again is None else f"{float(again['median']):.2%}"])
     if not lines:
-        return "No rows yet: `python kernels/benchmarks/bench_guard.py` on a machine with a Hopper GPU."
+        return "No rows yet: see kernels/NOTES.md."
     note = "TFLOPS from CUDA graphs, with a plan, and in brackets the ratio to cuDNN of the same run."
     header = ["shape", "recipe", "on", "as it ships", "no guard", "running max", "all rows done again"]
     return f"{note}\n\n{markdown_table([*header, 'the guard costs', 'rows done again, as it ships'], lines)}"

@@ -87,7 +87,7 @@ def read_outcomes(folder: Path = TESTS / "outcomes", sources: str | None = None)
     found = {}
     for column, names in COLUMNS.items():
         found[column] = {"where": [], "cases": {}, "other": []}
-        if column == "CPU" and not any((folder / f"{name}.json").is_file() for name in names):
+        if column == "CPU" and not any(_is_finished(folder / f"{name}.json") for name in names):
             found[column] = _of_page(PAGE.read_text(encoding="utf-8"), sources)
             continue
         for path in (folder / f"{name}.json" for name in names):
@@ -111,6 +111,11 @@ def read_outcomes(folder: Path = TESTS / "outcomes", sources: str | None = None)
                     if known.endswith(OTHER) or known == "skipped":
                         found[column]["cases"][case] = outcome
     return found
+
+
+def _is_finished(path: Path) -> bool:
+    """Whether a run has written its outcomes to the end. One that still runs leaves the page as it is."""
+    return path.is_file() and json.loads(path.read_text(encoding="utf-8"))["meta"].get("finished", True)
 
 
 def _of_page(text: str, sources: str) -> dict[str, Any]:

@@ -98,9 +98,9 @@ def check(step, addresses, numbers):
     fake = Driver(ptx)
     table = (ctypes.c_uint64 * len(addresses))()
     make = lambda: DirectLaunch(
-        step.compiled, step.programs, step.known(), step.slots, step.named, table, driver=fake
+        step.compiled, step.programs, step.without_tensors(), step.slots, step.named, table, driver=fake
     )
-    direct, values = make(), step.known()
+    direct, values = make(), step.without_tensors()
     for shift in (0, 1 << 20, 0, 1 << 20):  # the same addresses again: nothing is described anew
         there = {name: x + shift for name, x in numbers.items()}
         for i, slot in step.places:
