@@ -55,6 +55,8 @@ class Enclosure:
         self._sizes, self._kinds = list(map(len, self._attributes)), list(map(type, modules))
         self._with_processor = [m for m in modules if "processor" in m.__dict__]
         self._processors = [type(m.__dict__["processor"]) for m in self._with_processor]
+        self._once_compiled = [m.__dict__ for m in inner if "_compiled_call_impl" in m.__dict__]
+        self._compiled = [own["_compiled_call_impl"] for own in self._once_compiled]
         self._hooked = [m for m in inner if not _MOVERS.isdisjoint(m.__dict__)]
         self._movers = [_movers(m) for m in self._hooked]
         kinds = dict.fromkeys(
@@ -77,6 +79,7 @@ class Enclosure:
             and self.modules[0] is block
             and self._processors == [type(m.__dict__.get("processor")) for m in self._with_processor]
             and (not self._hooked or self._movers == [_movers(m) for m in self._hooked])
+            and self._compiled == [own["_compiled_call_impl"] for own in self._once_compiled]
             and self._functions == list(map(getattr, self._called, self._names))
             and all(binding.inner is known for binding, known in self._bound)
             and not self._watch.changed()
