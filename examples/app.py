@@ -10,16 +10,15 @@ import functools
 import gradio as gr
 import small_pictures
 import torch
-from command_line import SMALL, CommandLine, in_words, pil
+from command_line import LINEARS, RECIPES, SCALINGS, SMALL, CommandLine, in_words, pil
 from diffusers import DiffusionPipeline
 
-from sage_kernels import RECIPES
 from sage_processors.cli.arguments import at_least
 from sage_processors.evaluation.side_by_side import amplification
-from sage_processors.option_groups import LINEARS, SCALINGS
 
 
 OFFLINE = {"tiny_sd": small_pictures.sd15, "tiny_flux": small_pictures.flux, "random_sdxl": small_pictures.sdxl}
+LABELS = {"recipe": "Number formats of attention", "scaling": "Quantisation scales", "linears": "Linear layers"}
 
 
 def page(line: CommandLine) -> gr.Interface:
@@ -45,11 +44,11 @@ def page(line: CommandLine) -> gr.Interface:
         return (before, after), difference, said, str(report)
 
     load(models[0])  # what is wrong with it ends the command, not a request
-    given = [gr.Textbox("a red circle on a blue background", label="prompt"), gr.Dropdown(models, label="model")]
+    given = [gr.Textbox("a red circle on a blue background", label="Prompt"), gr.Dropdown(models, label="Model")]
     for name, known in (("recipe", RECIPES), ("scaling", SCALINGS), ("linears", LINEARS)):
-        given.append(gr.Dropdown(list(known), value=getattr(args, name), label=name))
-    given += [gr.Slider(1, 50, args.steps, step=1, label="steps"), gr.Number(args.seed, minimum=0, label="seed")]
-    shown = [gr.ImageSlider(label="stock | INT8"), gr.Image(label="difference"), gr.Markdown(), gr.Code()]
+        given.append(gr.Dropdown(list(known), value=getattr(args, name), label=LABELS[name]))
+    given += [gr.Slider(1, 50, args.steps, step=1, label="Steps"), gr.Number(args.seed, minimum=0, label="Seed")]
+    shown = [gr.ImageSlider(label="Stock, INT8"), gr.Image(label="Difference"), gr.Markdown(), gr.Code(label="Calls")]
     return gr.Interface(draw, given, shown, title="INT8 beside stock attention", flagging_mode="never")
 
 

@@ -17,7 +17,7 @@ import torch
 
 import sage_processors as sp
 from sage_kernels import RECIPES
-from sage_processors.cli.arguments import OneLineParser, at_least, gif, picture
+from sage_processors.cli.arguments import OneLineParser, at_least, clip, picture
 from sage_processors.cli.checks import save_picture
 from sage_processors.cli.loading import quiet_diffusers
 from sage_processors.evaluation.quality import MIN_TOKENS
@@ -47,7 +47,7 @@ class CommandLine(OneLineParser):
         description: of the example; shown by --help as it is written.
         prompt: the default one; None: the example asks for none.
         steps: the usual number of denoising steps; None: it denoises nothing, and its scales are always per token.
-        output: the file's default name, x.png or x.gif; None: nothing is written.
+        output: the file's default name, x.png or x.gif (then .mp4 will do, too); None: nothing is written.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class CommandLine(OneLineParser):
             for name in SIZES if output.endswith(".gif") else SIZES[:2]:
                 self.add_argument(f"--{name}", type=at_least(1), help="default: what the pipeline makes on its own")
             self.add_argument("--compare", action="store_true", help="also with stock attention: print PSNR and SSIM")
-            self.add_argument("--output", type=gif if output.endswith(".gif") else picture, default=output)
+            self.add_argument("--output", type=clip if output.endswith(".gif") else picture, default=output)
 
     def parse_args(self, args=None, namespace=None):  # type: ignore[override]
         """As argparse's, and `device`: the GPU, or the CPU where there is none."""
@@ -149,18 +149,19 @@ class CommandLine(OneLineParser):
 
     def write(self, ours: Drawn, report, stock: Drawn | None = None, output: Path | None = None) -> None:
         """Write what was drawn; of stock, what it differs from ours by. output: in the place of --output."""
-        from diffusers.utils import export_to_gif
+        from diffusers.utils import export_to_gif, export_to_video
 
         output = output or self.args.output
-        if output.suffix == ".gif":
-            export_to_gif(pil(ours.pictures), str(output))
+        export = {".gif": export_to_gif, ".mp4": export_to_video}.get(output.suffix)
+        if export is not None:
+            export(pil(ours.pictures), str(output))
         else:
             save_picture(pil(ours.pictures)[0], output)
-        print(f"{'Video' if output.suffix == '.gif' else 'Picture'}: {output}")
+        print(f"{'Picture' if export is None else 'Video'}: {output}")
         if stock is None:
             return
         print(in_words(ours, report, stock))
-        if output.suffix != ".gif":
+        if export is None:
             comparison = output.with_stem(output.stem + "_compare")
             pair, title = (stock.pictures[:1], ours.pictures[:1]), getattr(self.args, "prompt", output.stem)
             save_picture(side_by_side(*pair, [title], amplification(*pair), ran=report.calls > 0), comparison)

@@ -67,7 +67,7 @@ def _quality(rows: list[dict[str, str]]) -> str:
     metrics = [f"{metric}_{of}" for metric in QUALITY for of in ("mean", "worst")]
     rows = [row for row in rows if row["metric"] in metrics]
     if not rows:
-        return "No rows yet: `sage-processors bench quality --pipeline tiny_sd --csv kernels/benchmarks/results.csv`."
+        return "No rows yet: `sage-processors bench rules tiny_sd --csv kernels/benchmarks/results.csv`."
     # batch is the number of pictures: different numbers are different runs
     by_key = _newest(rows, "case", "recipe", "gpu", "batch", "metric")
     cells: dict[tuple, str] = {}
@@ -152,7 +152,7 @@ def _quality_summary(rows: list[dict[str, str]]) -> str:
 
 def _language(rows: list[dict[str, str]]) -> str:
     if not rows:
-        return "No rows yet: `sage-processors bench language --csv kernels/benchmarks/results.csv`."
+        return "No rows yet: `sage-processors rate tiny_lm --csv kernels/benchmarks/results.csv`."
     by_key = _newest(rows, "case", "gpu", "recipe", "metric")
     lines = []
     for case, gpu, recipe in dict.fromkeys(key[:3] for key in by_key):

@@ -88,9 +88,30 @@ class Calibration:
             psnr = [f"{row[x]:.2f}" if row["int8_share"] else "–" for x in ("psnr_db", "psnr_db_low", "psnr_db_worst")]
             table.add_row(row["label"], f"{row['cost']:.3f}", *psnr, f"{row['int8_share']:.0%}")
         console.print(table)
-        verdict = "met: " if self.met else "NOT met, the best reachable is: "
-        verdict += str(self.result) if self.result["int8_share"] else NOTHING_RAN
-        console.print(f"budget {self.budget} on fresh seeds {verdict}", highlight=False)
+        console.print(self.verdict, highlight=False, soft_wrap=True)
+
+    @property
+    def verdict(self) -> str:
+        """Return the budget and what was reached on fresh seeds as a sentence."""
+        (name, limit), found = next(iter(self.budget.items())), self.result
+        asked = f"PSNR of {limit:g} dB or more" if name == "target_psnr" else f"attention error of {limit:g} or less"
+        if not found["int8_share"]:
+            return f"Budget, {asked}: {'met' if self.met else 'NOT met'}, but {NOTHING_RAN}."
+        numbers = [
+            f"{found['int8_share']:.0%} of the calls in INT8, attention in {found['cost']:.2f} of its 16-bit time"
+        ]
+        if "psnr_db" in found:
+            numbers.append(f"PSNR {found['psnr_db']:.2f} dB (mean; worst picture {found['psnr_db_worst']:.2f})")
+        if found.get("attention_error"):
+            numbers.append(f"attention error {found['attention_error']:.2g} (worst layer)")
+        names = {
+            "linear_share": "{:.0%} of the linear layers' work in 8 bit",
+            "skipped_fraction": "{:.0%} of tiles skipped",
+        }
+        numbers += [text.format(found[name]) for name, text in names.items() if name in found]
+        return (
+            f"Budget, {asked}: {'met' if self.met else 'NOT met; the nearest'} on fresh seeds: {', '.join(numbers)}."
+        )
 
 
 def calibrate(

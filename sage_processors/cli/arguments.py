@@ -6,6 +6,7 @@ Wrong input ends with one line on stderr and exit code 2, without usage, box or 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -100,9 +101,12 @@ def picture(text: str) -> Path:
     return _checked(text, check_picture)
 
 
-def gif(text: str) -> Path:
-    """Return the path of a GIF to write, as the `type=` of an argument."""
-    return _checked(text, lambda path: check_file(path, "--output", ".gif"))
+def clip(text: str) -> Path:
+    """Return the path of a .gif or .mp4 to write, as the `type=` of an argument."""
+    is_mp4 = text.endswith(".mp4")
+    if is_mp4 and not all(map(importlib.util.find_spec, ("imageio", "imageio_ffmpeg"))):
+        raise argparse.ArgumentTypeError(f"{text}: an mp4 needs another package: pip install imageio imageio-ffmpeg")
+    return _checked(text, lambda path: check_file(path, "--output", ".mp4" if is_mp4 else ".gif"))
 
 
 def json_file(text: str) -> Path:

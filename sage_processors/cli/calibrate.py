@@ -11,21 +11,19 @@ import typer
 from rich.table import Table
 
 from .. import pipelines
-from ..calibration.search import calibrate
-from ..calibration.trials import HELD_OUT
-from ..evaluation import hard_variants, metrics, quality
-from ..option_groups import Linears
+from ..option_groups import SCALINGS, Linears
 from ..options import SageAttnProcessor
 from . import loading
-from .checks import check_csv, check_file, float32_settings_kept
+from .checks import check_csv, check_file, check_names, float32_settings_kept
 from .loading import (
+    RECIPES,
     BatchOption,
     CsvOption,
     DeviceOption,
     DtypeOption,
     ImagesOption,
     JsonOption,
-    PipelineOption,
+    ModelArgument,
     SeedOption,
     StepsOption,
     answer,
@@ -46,10 +44,10 @@ from .loading import (
 # {pipeline}_{name}/{scaling}.
 HARD = {
     "": lambda denoiser: contextlib.nullcontext(),
-    "hard_a16": lambda denoiser: hard_variants.inject_outliers(denoiser, 16.0, 2),
-    "hard": lambda denoiser: hard_variants.inject_outliers(denoiser, 64.0, 2),
-    "hard_a256": lambda denoiser: hard_variants.inject_outliers(denoiser, 256.0, 2),
-    "hard_k30": lambda denoiser: hard_variants.bias_keys(30.0),
+    "hard_a16": lambda denoiser: _hard().inject_outliers(denoiser, 16.0, 2),
+    "hard": lambda denoiser: _hard().inject_outliers(denoiser, 64.0, 2),
+    "hard_a256": lambda denoiser: _hard().inject_outliers(denoiser, 256.0, 2),
+    "hard_k30": lambda denoiser: _hard().bias_keys(30.0),
 }
 # Figures by which two scalings are compared pair by pair: field of Quality -> (name of the figure, unit of a pair).
 COMPARED = {"psnr_db": ("PSNR", "seed"), "attention_sqnr_db": ("attention's SQNR", "batch")}
@@ -63,12 +61,20 @@ HardOption = Annotated[
 ]
 
 
-def _options(pipeline: str, linears: list[str] | None = None) -> SageAttnProcessor:
+def _hard() -> Any:
+    from ..evaluation import hard_variants
+
+    return hard_variants
+
+
+def _options(model: str, linears: list[str] | None = None) -> SageAttnProcessor:
     """Return the default options, with smaller limits for an embedded pipeline.
 
     It has so few tokens and channels that the default limits would keep all of it in 16 bit.
     """
-    is_small = pipeline in pipelines.names()
+    from ..evaluation import quality
+
+    is_small = model in pipelines.names()
     return SageAttnProcessor(
         min_tokens=quality.MIN_TOKENS if is_small else None,
         linears=Linears("none", min_features=0 if is_small and linears else None),
@@ -86,14 +92,17 @@ def case_label(name: str, pipe) -> str:
 
 @float32_settings_kept()
 def calibrate_policy(
-    pipeline: PipelineOption = "tiny_sd",
+    model: ModelArgument = "tiny_sd",
     target_psnr: Annotated[float | None, typer.Option(help="The budget: least mean PSNR against stock, dB.")] = None,
     max_attention_error: Annotated[
         float | None, typer.Option(help="The budget: largest relative L2 error of a layer's attention.")
     ] = None,
-    scaling: Annotated[list[str], typer.Option(help="A scaling to try. Repeatable.")] = ["timestep", "per_block"],  # noqa: B006
+    scaling: Annotated[list[str], typer.Option(help=f"A scaling to try: {', '.join(SCALINGS)}. Repeatable.")] = [  # noqa: B006
+        "timestep",
+        "per_block",
+    ],
     recipe: Annotated[
-        list[str] | None, typer.Option(help="A recipe to try. Repeatable. Default: qk_int8_pv_bf16 alone.")
+        list[str] | None, typer.Option(help=f"A recipe to try: {RECIPES}. Repeatable. Default: qk_int8_pv_bf16 alone.")
     ] = None,
     linears: Annotated[
         list[str] | None, typer.Option(help="A format to try for linear layers: int8 or fp8. Repeatable.")
@@ -126,37 +135,48 @@ def calibrate_policy(
 ) -> None:
     """Find the fastest options that meet a quality budget, and write them to a policy file.
 
-    The budget is either --target-psnr or --max-attention-error.
+    The budget is either --target-psnr or --max-attention-error, such as --target-psnr 40.
     The exit code is 1 if no options meet it.
     """
+    from ..calibration import search
+    from ..calibration.trials import HELD_OUT
+    from ..evaluation import quality
+
+    check_names("--scaling", scaling, SCALINGS)
+    check_names("--recipe", recipe or (), RECIPES.split(", "))
+    check_names("--linears", linears or (), ("int8", "fp8"))
+    check_names("--cost", [cost], ("auto", "counted", "measured"))
     variants = _variants([hard or "plain"])
     check_file(output, "--output", ".json")
     check_file(state, "--state", ".json")
+    if (target_psnr is None) == (max_attention_error is None):
+        raise typer.BadParameter(
+            "give one of them alone, such as --target-psnr 40", param_hint="--target-psnr or --max-attention-error"
+        )
     check_csv(csv)
-    pipe = loading.load_pipeline(pipeline, device, dtype)
-    prompts, seeds = example_prompts(images, pipeline), [seed + i for i in range(images)]
-    arguments = clip_arguments(pipeline)
+    pipe = loading.load_pipeline(model, device, dtype)
+    prompts, seeds = example_prompts(images, model), [seed + i for i in range(images)]
+    arguments = clip_arguments(model)
     with next(iter(variants.values()))(_denoiser(pipe)), answer(as_json) as said:
-        try:
-            found = calibrate(
-                pipe, prompts, seeds=seeds, target_psnr=target_psnr, max_attention_error=max_attention_error,
-                scalings=scaling, recipes=recipe or None, steps=steps, batch=batch, cost=cost, state_path=state,
-                config=_options(pipeline, linears), linears=linears or (), progress=not as_json,
-                skip_limits=skip_limit or (), arguments=arguments,
-            )  # fmt: skip
-        except ValueError as error:
-            raise typer.BadParameter(str(error)) from error
+        found = search.calibrate(
+            pipe, prompts, seeds=seeds, target_psnr=target_psnr, max_attention_error=max_attention_error,
+            scalings=scaling, recipes=recipe or None, steps=steps, batch=batch, cost=cost, state_path=state,
+            config=_options(model, linears), linears=linears or (), progress=not as_json,
+            skip_limits=skip_limit or (), arguments=arguments,
+        )  # fmt: skip
         said |= {"met": found.met, "budget": found.budget, "result": found.result, "curve": found.curve}
         found.print(console)
         found.save(output)
         said["policy"] = str(output.resolve())
-        console.print(f"Policy: {output.resolve()}", soft_wrap=True, markup=False, highlight=False)
+        options: dict[str, Any] = {"soft_wrap": True, "markup": False, "highlight": False}
+        console.print(f"Policy: {output.resolve()}", **options)
+        console.print(f'Use it: pipe.set_attn_processor(SageAttnProcessor.from_policy("{output.name}"))', **options)
         if csv is not None:
             fresh = [number + (found.result["looks"] + 1) * HELD_OUT for number in seeds]  # seeds new to the search
             size: dict[str, Any] = {"steps": steps, "batch": batch, "arguments": arguments}
             variant = quality.Variant(quality.POLICY, found.config)
             drawn = quality.evaluate(pipe, prompts, fresh, [variant], **size)[quality.POLICY]
-            label = case_label(pipeline, pipe) + (f"_{hard}" if hard else "")
+            label = case_label(model, pipe) + (f"_{hard}" if hard else "")
             said[label] = [quality_data(drawn)]
             console.print(quality_table(label, [drawn]))
             quality.append_results(csv, label, [drawn], device=str(pipe.device))
@@ -166,7 +186,7 @@ def calibrate_policy(
 
 @float32_settings_kept()
 def rules(
-    pipeline: PipelineOption = "tiny_sd",
+    model: ModelArgument = "tiny_sd",
     images: ImagesOption = 8,
     steps: StepsOption = 25,
     batch: BatchOption = 8,
@@ -186,21 +206,21 @@ def rules(
     This needs 6 pairs or more. Pictures are paired by seed.
     Attention's SQNR is paired by batch: a smaller --batch gives it more pairs.
     """
+    from ..evaluation import quality
+
     known = quality.study_variants()
-    if unknown := sorted(set(variant or ()) - {v.name for v in known}):
-        expected = ", ".join(v.name for v in known)
-        raise typer.BadParameter(f"{', '.join(unknown)}: expected some of {expected}", param_hint="--variant")
+    check_names("--variant", variant or (), [v.name for v in known])
     chosen = [v for v in known if not variant or v.name in variant]
     settings = _variants(hard)
     check_csv(csv)
-    pipe = loading.load_pipeline(pipeline, device, dtype)
-    prompts, seeds = example_prompts(images, pipeline), [seed + i for i in range(images)]
+    pipe = loading.load_pipeline(model, device, dtype)
+    prompts, seeds = example_prompts(images, model), [seed + i for i in range(images)]
     with answer(as_json) as found:
         for name, harder in settings.items():
-            label = case_label(pipeline, pipe) + (f"_{name}" if name else "")
+            label = case_label(model, pipe) + (f"_{name}" if name else "")
             calls = -(-images // batch) * (1 + len(chosen)) + sum(v.warm for v in chosen)
             with steps_bar(label, steps * calls) as tick, harder(_denoiser(pipe)):
-                size: dict[str, Any] = {"steps": steps, "batch": batch, "arguments": clip_arguments(pipeline)}
+                size: dict[str, Any] = {"steps": steps, "batch": batch, "arguments": clip_arguments(model)}
                 results = quality.evaluate(pipe, prompts, seeds, chosen, on_step=tick, probe=True, **size)
             # two baselines: timestep has no plan in the first step of a batch, unlike timestep_warm and frozen tables
             found[label] = _record(pipe, label, list(results.values()), csv, ("timestep", "timestep_warm"))
@@ -208,7 +228,7 @@ def rules(
 
 @float32_settings_kept()
 def transfer(
-    pipeline: PipelineOption = "tiny_sd",
+    model: ModelArgument = "tiny_sd",
     source: Annotated[str, typer.Option(help="The scheduler to learn with: CLASS:STEPS or CLASS:STEPS:shift=S.")] = (
         "DDIMScheduler:50"
     ),
@@ -229,10 +249,12 @@ def transfer(
     Learns a table with the --source scheduler.
     Compares it with a table learnt with each --target scheduler.
     """
+    from ..evaluation import quality
+
     check_csv(csv)
-    pipe = loading.load_pipeline(pipeline, device, dtype)
+    pipe = loading.load_pipeline(model, device, dtype)
     (learn, steps), *_ = schedulers = [_scheduler(pipe, text) for text in (source, *target)]
-    config, prompts, arguments = _options(pipeline), example_prompts(images, pipeline), clip_arguments(pipeline)
+    config, prompts, arguments = _options(model), example_prompts(images, model), clip_arguments(model)
     with tempfile.TemporaryDirectory() as folder, answer(as_json) as found:
         table = Path(folder) / "table.safetensors"
         pipe.scheduler = learn
@@ -246,7 +268,7 @@ def transfer(
         )
         for text, (scheduler, steps) in zip(target, schedulers[1:], strict=True):
             pipe.scheduler = scheduler
-            label = f"{case_label(pipeline, pipe)}_{text}"
+            label = f"{case_label(model, pipe)}_{text}"
             with steps_bar(label, steps * (1 + 3 * -(-images // batch))) as tick:
                 seeds: list[int] = [seed + i for i in range(images)]
                 size: dict[str, Any] = {"steps": steps, "batch": batch, "arguments": arguments}
@@ -255,9 +277,7 @@ def transfer(
 
 
 def _variants(names) -> dict:
-    if unknown := sorted(set(names) - {*HARD, "plain"}):
-        expected = ", ".join(("plain", *filter(None, HARD)))
-        raise typer.BadParameter(f"{', '.join(unknown)}: expected some of {expected}", param_hint="--hard")
+    check_names("--hard", names, ["plain", *filter(None, HARD)])
     return {name: HARD[name] for name in ("" if n == "plain" else n for n in names)}
 
 
@@ -278,6 +298,8 @@ def _scheduler(pipe, text: str):
 
 def _record(pipe, label: str, results, csv: Path | None, baselines) -> dict[str, Any]:
     """Print results and their differences from each baseline, append to `csv`, and return both as data."""
+    from ..evaluation import quality
+
     data: dict[str, Any] = {"results": [quality_data(result) for result in results], "differences": []}
     console.print(quality_table(label, results))
     refuse_idle(results)
@@ -298,6 +320,8 @@ def _compared(results, baseline: str, field: str) -> list[dict[str, Any]]:
 
     Rows also have the 95 % interval of the difference. field: a key of COMPARED.
     """
+    from ..evaluation import metrics
+
     base = getattr(next(result for result in results if result.name == baseline), field)
     rows = []
     for result in results:

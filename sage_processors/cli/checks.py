@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 import typer
-
-from sage_kernels.results import check_appendable
 
 from ..files.whole_file import check_output, whole_file
 
@@ -20,7 +17,15 @@ from ..files.whole_file import check_output, whole_file
 def check_csv(path: Path | None) -> None:
     """Raise typer.BadParameter if no row can be appended to the file of --csv."""
     if path is not None:
+        from sage_kernels.results import check_appendable
+
         _refuse(check_appendable, path, "--csv")
+
+
+def check_names(option: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Raise typer.BadParameter if a value of this option is not a known name."""
+    if unknown := sorted(set(given) - set(known)):
+        raise typer.BadParameter(f"{', '.join(unknown)}: expected one of {', '.join(known)}", param_hint=option)
 
 
 def check_file(path: Path | None, option: str, suffix: str) -> None:
@@ -93,6 +98,8 @@ def float32_settings_kept() -> Iterator[None]:
 
     For callers of a command as a function, in a process with settings of its own.
     """
+    import torch
+
     cudnn: Any = torch.backends.cudnn
     each = cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision
     try:

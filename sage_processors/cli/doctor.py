@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from sage_kernels import SCALINGS
+from sage_kernels import DEFAULT_RECIPE, SCALINGS
 
 from ..version import __version__
 from .self_test import self_test, summary
@@ -36,25 +36,51 @@ NETWORK_FILE_SYSTEMS = (
 def examine(device: torch.device) -> dict:
     """Run all checks, and return the results as data for JSON.
 
-    `passed` is the result of the self-test alone. The data can be posted in public: the home folder is "~" and the
-    current user is "you".
+    `passed` is the result of the self-test alone, `verdict` a sentence on what this machine is fit for. The data
+    can be posted in public: the home folder is "~" and the current user is "you".
     """
     began = time.perf_counter()
     outcomes = self_test(device)
     seconds = round(time.perf_counter() - began, 2)
     cache = examine_cache(triton_cache())
+    passed, rows = all(outcome.passed for outcome in outcomes), kernels(device)
     found: dict = _without_home(
         {
+            "verdict": verdict(device, passed, rows),
             "environment": environment(),
             "device": device_facts(device),
-            "kernels": kernels(device),
+            "kernels": rows,
             "self_test": [asdict(outcome) for outcome in outcomes],
             "self_test_seconds": seconds,
             "triton_cache": cache,
-            "passed": all(outcome.passed for outcome in outcomes),
+            "passed": passed,
         }
     )
     return found
+
+
+def verdict(device: torch.device, passed: bool, rows: list[dict]) -> str:
+    """Return a sentence on what the device is fit for. rows: of `kernels`."""
+    if not passed:
+        return "Not fit for INT8 attention: a check of its results failed."
+    if device.type != "cuda":
+        return (
+            "All checks passed, but there is no GPU: INT8 attention runs in its reference here, made to compare"
+            " pictures and is slower than stock."
+        )
+    name = torch.cuda.get_device_name(device)
+    if problems := [row["problem"] for row in rows if row["problem"]]:
+        return f"{name} can't run the kernels: {problems[0]}"
+    from sage_kernels.facts.crossover import NEVER, find_crossover, gpu_class
+
+    row = find_crossover(gpu_class(device) or "", 128, DEFAULT_RECIPE, False)
+    if row.tokens >= NEVER:
+        return f"{name} passed all checks, but INT8 attention is not known to be faster on it than 16 bit."
+    known = "as measured" if row.evidence else "a cautious guess, as nobody measured such a GPU"
+    return (
+        f"{name} runs INT8 attention for models with {row.tokens} tokens or more ({known}); shorter calls stay in 16 "
+        "bit. `sage-processors time MODEL` times a model on it."
+    )
 
 
 def _without_home(found):
@@ -205,8 +231,8 @@ def file_system(place: Path) -> str | None:
 # --- for people ---
 
 
-def show(found: dict, console) -> None:
-    """Print the results of `examine` with rich."""
+def show(found: dict, console, every: bool = False) -> None:
+    """Print the results of `examine` with rich. every: all checks and tiles, not one line for each recipe."""
     from rich.table import Table
 
     facts = Table(title="This machine", title_justify="left", show_header=False)
@@ -221,21 +247,17 @@ def show(found: dict, console) -> None:
             'Without diffusers only the attention op works: pip install "sage-processors[diffusers]"', markup=False
         )
 
-    chosen = Table("head_dim up to", "scaling", "kernel", "tile", title="Kernels", title_justify="left")
-    for row in found["kernels"]:
-        tile = row["tile"] and "{block_m} x {block_n}, {num_warps} warps, {num_stages} stages".format(**row["tile"])
-        chosen.add_row(str(row["head_dim"] or "any"), row["scaling"] or "any", row["kernel"] or row["problem"], tile)
-    console.print(chosen)
-
     title = f"Self-test against attention in fp64, {found['self_test_seconds']:.1f} s"
-    tested = Table("recipe", "scaling", "case", title=title, title_justify="left")
-    for name in ("worst head, dB", "at least, dB", ""):
-        tested.add_column(name, justify="right")
-    for row in found["self_test"]:
-        numbers = ("", "") if row["error"] or row["skipped"] else (f"{row['sqnr_db']:.1f}", f"{row['least_db']:.1f}")
-        verdict = "skipped" if row["skipped"] else "[green]passed[/]" if row["passed"] else "[red]failed[/]"
-        tested.add_row(row["recipe"], row["scaling"], row["case"], *numbers, verdict)
-    console.print(tested)
+    if every:
+        _show_rows(found, title, console)
+    else:
+        summed = Table("recipe", "checks", "passed", "least margin, dB", title=title, title_justify="left")
+        for recipe in dict.fromkeys(row["recipe"] for row in found["self_test"]):
+            rows = [row for row in found["self_test"] if row["recipe"] == recipe]
+            margins = [row["sqnr_db"] - row["least_db"] for row in rows if row["sqnr_db"] is not None]
+            passed = "skipped" if rows[0]["skipped"] else str(sum(row["passed"] for row in rows))
+            summed.add_row(recipe, str(len(rows)), passed, f"{min(margins):.1f}" if margins else "–")
+        console.print(summed)
     for reason in dict.fromkeys(row["skipped"] for row in found["self_test"] if row["skipped"]):
         console.print(f"Skipped: {reason}", markup=False)
     for error in dict.fromkeys(row["error"] for row in found["self_test"] if row["error"]):
@@ -252,4 +274,25 @@ def show(found: dict, console) -> None:
     for warning in cache["warnings"]:
         console.print(f"Warning: {warning}", style="yellow", markup=False, soft_wrap=True)
     failed = sum(not row["passed"] for row in found["self_test"])
-    console.print(f"{failed} of {len(found['self_test'])} checks failed" if failed else "All checks passed")
+    if failed:
+        console.print(f"{failed} of {len(found['self_test'])} checks failed; --all lists them", style="red")
+    console.print(found["verdict"], markup=False, soft_wrap=True, style="bold")
+
+
+def _show_rows(found: dict, title: str, console) -> None:
+    from rich.table import Table
+
+    chosen = Table("head_dim up to", "scaling", "kernel", "tile", title="Kernels", title_justify="left")
+    for row in found["kernels"]:
+        tile = row["tile"] and "{block_m} x {block_n}, {num_warps} warps, {num_stages} stages".format(**row["tile"])
+        chosen.add_row(str(row["head_dim"] or "any"), row["scaling"] or "any", row["kernel"] or row["problem"], tile)
+    console.print(chosen)
+
+    tested = Table("recipe", "scaling", "case", title=title, title_justify="left")
+    for name in ("worst head, dB", "at least, dB", ""):
+        tested.add_column(name, justify="right")
+    for row in found["self_test"]:
+        numbers = ("", "") if row["error"] or row["skipped"] else (f"{row['sqnr_db']:.1f}", f"{row['least_db']:.1f}")
+        verdict = "skipped" if row["skipped"] else "[green]passed[/]" if row["passed"] else "[red]failed[/]"
+        tested.add_row(row["recipe"], row["scaling"], row["case"], *numbers, verdict)
+    console.print(tested)

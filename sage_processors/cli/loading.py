@@ -1,4 +1,7 @@
-"""Shared code of the commands: options, JSON output, prompts, loading of models, and messages."""
+"""Shared code of the commands: options, JSON output, prompts, loading of models, and messages.
+
+The files of the commands import torch and what needs it when a command runs, so that --help answers at once.
+"""
 
 from __future__ import annotations
 
@@ -10,35 +13,32 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_args
 
-import torch
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-import sage_kernels
-
 from .. import pipelines
 from ..files.strict_json import plain_data
-from ..option_groups import SCALINGS
+from ..option_groups import IN_16_BIT, SCALINGS, RecipeName
 from ..reporting.layer_report import NOTHING_RAN
 from .checks import refusing
 
+
+if TYPE_CHECKING:
+    import torch
 
 DTYPES = ("bfloat16", "float16", "float32")
 # a file or a pipe has no width, and tables of measurements have many columns
 console = Console(width=None if sys.stdout.isatty() else 160)
 
-PipelineOption = Annotated[
-    str, typer.Option(help="An embedded pipeline (tiny_sd, tiny_flux, tiny_wan), a folder, or a name on the Hub.")
-]
+RECIPES = ", ".join(name for name in get_args(RecipeName) if name not in ("mixed", IN_16_BIT))
+MODEL = "An embedded model (tiny_sd, tiny_flux, tiny_wan, tiny_lm), a folder, or a name on the Hub."
+ModelArgument = Annotated[str, typer.Argument(help=MODEL)]
 RecipeOption = Annotated[
-    str,
-    typer.Option(
-        help=f"Number formats of attention's matmuls: {', '.join(sage_kernels.RECIPES)}. Pipelines also take mixed."
-    ),
+    str, typer.Option(help=f"Number formats of attention's matmuls: {RECIPES}. Pipelines also take mixed.")
 ]
 ScalingOption = Annotated[str, typer.Option(help=f"How quantisation scales are chosen: {', '.join(SCALINGS)}.")]
 DeviceOption = Annotated[
@@ -51,7 +51,8 @@ DtypeOption = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else on stdout.")]
 CsvOption = Annotated[Path | None, typer.Option(help="A results.csv to append the figures to.")]
 StepsOption = Annotated[int, typer.Option(min=1, help="The number of denoising steps.")]
-ImagesOption = Annotated[int, typer.Option(min=1, help="The number of pictures.")]
+MOST_IMAGES = 10_000
+ImagesOption = Annotated[int, typer.Option(min=1, max=MOST_IMAGES, help="The number of pictures.")]
 BatchOption = Annotated[int, typer.Option(min=1, help="Pictures in one pipeline call.")]
 SeedOption = Annotated[int, typer.Option(min=0, help="The seed of the first picture. Later ones count up.")]
 
@@ -60,12 +61,15 @@ SeedOption = Annotated[int, typer.Option(min=0, help="The seed of the first pict
 def answer(as_json: bool) -> Iterator[dict[str, Any]]:
     """Yield a dict for a command's results, and with `as_json` print it at the end instead of tables.
 
-    It is also printed if the command then fails, such as on a full disk, so that no result is lost.
+    It is also printed if the command then fails, such as on a full disk, so that no result is lost. A ValueError, such
+    as of a pipeline that can't draw with so many steps, becomes a message of one line.
     """
     found: dict[str, Any] = {}
     before, console.quiet = console.quiet, as_json or console.quiet
     try:
         yield found
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
     finally:
         console.quiet = before
         if as_json and found:
@@ -80,6 +84,8 @@ def quality_data(result) -> dict[str, Any]:
 
 def own_dtype(device: torch.device) -> torch.dtype:
     """Return the default dtype of a pipeline on this device."""
+    import torch
+
     return torch.float32 if device.type == "cpu" else torch.bfloat16
 
 
@@ -132,6 +138,8 @@ def _clip_prompts(count: int) -> list[str]:
 
 def torch_device(device: str) -> torch.device:
     """Return the device of this name. "auto" is a GPU if there is one. Raises: typer.BadParameter."""
+    import torch
+
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -187,6 +195,8 @@ def load_pipeline(name: str, device: str, dtype: str | None = None):
 
     device: as in `torch_device`. dtype: one of DTYPES; None is that of `own_dtype`.
     """
+    import torch
+
     diffusers, where = quiet_diffusers(), torch_device(device)
     source = _locate(name)
     if dtype is not None and dtype not in DTYPES:
@@ -210,6 +220,8 @@ class _Skeleton:
 
 def load_skeleton(name: str):
     """Return a pipeline or model built from its configs alone, without weights."""
+    import torch
+
     diffusers, source = quiet_diffusers(), _locate(name)
 
     def build(class_name: str, **where):
@@ -237,6 +249,8 @@ def load_skeleton(name: str):
 
 def load_language_skeleton(name: str):
     """Return a transformers model built from its config, without weights; None if `name` is not one."""
+    import torch
+
     from ..evaluation.held_out_text import EMBEDDED_NAME, locate
 
     source = str(locate(name)) if name == EMBEDDED_NAME else _locate(name)

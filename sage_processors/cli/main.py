@@ -1,14 +1,11 @@
-"""Entry point of the command line, with the commands demo, report, doctor and two of bench."""
+"""Entry point of the command line, with the commands demo, report, doctor and bench attention."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
-
-import torch
 
 
 try:
@@ -17,43 +14,42 @@ try:
 except ImportError as missing:
     raise ImportError(f"the command line needs {missing.name}: pip install sage-processors") from missing
 
-import sage_kernels
-
 from .. import pipelines
 from ..option_groups import SCALINGS
 from ..options import SageAttnProcessor
 from ..version import __version__
 from . import loading
 from .arguments import OneLineErrors
-from .calibrate import calibrate_policy, case_label, rules, transfer
-from .checks import check_csv, check_picture, float32_settings_kept, save_picture
-from .language import bench_language
+from .calibrate import calibrate_policy, rules, transfer
+from .checks import check_names, check_picture, float32_settings_kept, save_picture
 from .loading import (
-    BatchOption,
-    CsvOption,
+    RECIPES,
     DeviceOption,
-    DtypeOption,
     JsonOption,
-    PipelineOption,
+    ModelArgument,
     RecipeOption,
     ScalingOption,
     SeedOption,
     StepsOption,
     answer,
-    clip_arguments,
     console,
     example_prompts,
     fail,
     load_skeleton,
     quality_data,
-    quality_table,
-    refuse_idle,
     steps_bar,
     torch_device,
 )
 from .warm_up import warm_up
 
 
+SLOW_REFERENCE = (
+    "No GPU: INT8 attention runs in its reference, plain PyTorch that rounds as the kernels do. It shows the quality; "
+    "it is slower than stock, and its times say nothing about a GPU."
+)
+NOTHING_YET = (
+    "A forecast: nothing ran. Calls that fall back to 16 bit, such as short ones, are counted when they happen."
+)
 REPOSITORY = Path(__file__).resolve().parent.parent.parent  # of a checkout; an installed package has no benchmarks
 
 app = typer.Typer(cls=OneLineErrors, no_args_is_help=True, pretty_exceptions_enable=False)
@@ -89,9 +85,11 @@ def options(
 @app.command()
 @float32_settings_kept()
 def demo(
-    pipeline: PipelineOption = "tiny_sd",
+    model: ModelArgument = "tiny_sd",
     prompt: Annotated[list[str] | None, typer.Option(help="Draw one picture of this prompt. Repeatable.")] = None,
-    images: Annotated[int, typer.Option(min=1, help="The number of pictures, if no --prompt is given.")] = 3,
+    images: Annotated[
+        int, typer.Option(min=1, max=64, help="The number of pictures, drawn together, if no --prompt is given.")
+    ] = 3,
     steps: StepsOption = 20,
     seed: SeedOption = 0,
     recipe: RecipeOption = "qk_int8_pv_bf16",
@@ -107,15 +105,17 @@ def demo(
     """
     config = _config(recipe, scaling)
     check_picture(output)
-    pipe = loading.load_pipeline(pipeline, device)
+    pipe = loading.load_pipeline(model, device)
     from ..evaluation import quality
     from ..evaluation.side_by_side import amplification, side_by_side
     from ..evaluation.video_drawing import strip
 
-    prompts = list(prompt) if prompt else example_prompts(images, pipeline)
+    prompts = list(prompt) if prompt else example_prompts(images, model)
     seeds = [seed + i for i in range(len(prompts))]
-    arguments = pipelines.call_arguments(pipeline)
+    arguments = pipelines.call_arguments(model)
     with answer(as_json) as found:
+        if pipe.device.type == "cpu":
+            console.print(SLOW_REFERENCE, style="yellow")
         with steps_bar("stock attention", steps) as tick:
             stock = quality.generate(pipe, prompts, seeds, steps=steps, on_step=tick, **arguments)
         with pipe.set_attn_processor(config) as handle:
@@ -146,10 +146,7 @@ def demo(
 
 @app.command()
 def report(
-    model: Annotated[
-        str,
-        typer.Argument(help="An embedded pipeline or tiny_lm, a folder of a pipeline or model, or a name on the Hub."),
-    ],
+    model: ModelArgument,
     recipe: RecipeOption = "qk_int8_pv_bf16",
     scaling: Annotated[
         str,
@@ -179,9 +176,7 @@ def report(
     with handle, answer(as_json) as found:
         found |= (planned := handle.report()).as_dict()
         planned.print(console)
-        console.print(
-            "Nothing ran. Calls that fall back to 16 bit, such as short ones, are found and counted when they happen."
-        )
+        console.print(NOTHING_YET)
 
 
 def _report_language(model: Any, recipe: str, scaling: str, as_json: bool) -> None:
@@ -191,23 +186,21 @@ def _report_language(model: Any, recipe: str, scaling: str, as_json: bool) -> No
 
     if SCALINGS.get(scaling) != "per_token":
         raise typer.BadParameter(f"{scaling}: models of transformers have per_token", param_hint="--scaling")
-    if recipe not in sage_kernels.RECIPES:
-        raise typer.BadParameter(f"{recipe}: expected one of {sorted(sage_kernels.RECIPES)}", param_hint="--recipe")
+    check_names("--recipe", [recipe], RECIPES.split(", "))
     model.set_attn_implementation(name_of(recipe))
     with answer(as_json) as found:
         found |= (planned := attention_report(model)).as_dict()
         planned.print(console)
-        console.print(
-            "Nothing ran. Calls that fall back to 16 bit, such as short ones, are found and counted when they happen."
-        )
+        console.print(NOTHING_YET)
 
 
 @app.command()
 def doctor(
+    every: Annotated[bool, typer.Option("--all", help="List every check and every tile, not their sums.")] = False,
     as_json: JsonOption = False,
     device: DeviceOption = "auto",
 ) -> None:
-    """Check this machine: versions, kernels, Triton's cache, and a self-test of every recipe.
+    """Say whether this machine is fit for INT8: versions, kernels, Triton's cache, a self-test of every recipe.
 
     Changes no settings. On a GPU, the first run compiles kernels into Triton's cache.
     The exit code is 1 if the self-test fails.
@@ -216,72 +209,9 @@ def doctor(
 
     with answer(as_json) as found:
         found |= checks.examine(torch_device(device))
-        checks.show(found, console)
+        checks.show(found, console, every)
     if not found["passed"]:
         raise typer.Exit(1)
-
-
-@bench.command("quality")
-@float32_settings_kept()
-def bench_quality(
-    pipeline: Annotated[
-        list[str], typer.Option(help="An embedded pipeline, a folder, or a name on the Hub. Repeatable.")
-    ] = ["tiny_sd"],  # noqa: B006
-    steps: StepsOption = 25,
-    images: Annotated[int, typer.Option(min=1, help="The number of pictures of each variant.")] = 32,
-    batch: BatchOption = 8,
-    # not from 0: seeds 0 to 31 chose the default margin, and must not rate it
-    seed: SeedOption = 1000,
-    recipe: RecipeOption = "qk_int8_pv_bf16",
-    variant: Annotated[
-        list[str] | None, typer.Option(help="Measure only this variant, such as timestep. Repeatable. Default: all.")
-    ] = None,
-    hard: Annotated[bool, typer.Option(help="Measure also with outliers planted in Q and K.")] = True,
-    outlier: Annotated[int, typer.Option(help="The factor of the planted outliers, a power of two.")] = 64,
-    pairs: Annotated[int, typer.Option(min=1, help="The number of outlier channel pairs in each head.")] = 2,
-    csv: CsvOption = None,
-    device: DeviceOption = "auto",
-    dtype: DtypeOption = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Measure the quality of every scaling: PSNR, SSIM and attention's SQNR against stock.
-
-    Prints the mean and the worst value of each.
-    """
-    from ..evaluation import hard_variants, quality
-
-    _config(recipe, "timestep")
-    known = [known.name for known in quality.default_variants(recipe)]
-    if unknown := sorted(set(variant or ()) - set(known)):
-        raise typer.BadParameter(f"{', '.join(unknown)}: expected some of {', '.join(known)}", param_hint="--variant")
-    if outlier < 1 or outlier & (outlier - 1):
-        raise typer.BadParameter(f"{outlier} is not a power of two", param_hint="--outlier")
-    check_csv(csv)
-    with answer(as_json) as found:
-        for name in pipeline:
-            pipe = loading.load_pipeline(name, device, dtype)
-            variants = [v for v in quality.default_variants(recipe) if not variant or v.name in variant]
-            prompts, seeds = example_prompts(images, name), [seed + i for i in range(images)]
-            size: dict[str, Any] = {"steps": steps, "batch": batch, "arguments": clip_arguments(name)}
-            watched: dict[str, Any] = {**size, "probe": True}
-            batches = -(-images // batch)
-            half = pipe.dtype in (torch.float16, torch.bfloat16)
-            for suffix in ("", "_hard")[: 1 + hard]:
-                label = case_label(name, pipe) + suffix
-                calls = batches * (1 + len(variants)) + sum(v.warm for v in variants) + 2 * batches * half
-                denoiser = getattr(pipe, "unet", None) or pipe.transformer
-                planted = hard_variants.inject_outliers(denoiser, outlier, pairs) if suffix else nullcontext()
-                with steps_bar(label, steps * calls) as tick, planted:
-                    results = list(quality.evaluate(pipe, prompts, seeds, variants, on_step=tick, **watched).values())
-                    if half:
-                        results.append(quality.floor(pipe, prompts, seeds, on_step=tick, **size))
-                found[label] = [quality_data(result) for result in results]
-                console.print(quality_table(label, results))
-                refuse_idle(results)
-                if csv is not None:
-                    quality.append_results(csv, label, results, device=str(pipe.device))
-        if csv is not None:
-            console.print(f"Rows appended to {csv}", markup=False, highlight=False)
 
 
 @bench.command("attention", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
@@ -301,7 +231,6 @@ app.command("calibrate")(calibrate_policy)
 app.add_typer(bench, name="bench")
 bench.command("rules")(rules)
 bench.command("transfer")(transfer)
-bench.command("language")(bench_language)
 
 
 def _config(recipe: Any, scaling: Any) -> SageAttnProcessor:

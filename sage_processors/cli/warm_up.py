@@ -4,18 +4,25 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-import torch
 import typer
 
 from ..options import SageAttnProcessor
 from . import loading
-from .loading import DTYPES, DeviceOption, JsonOption, RecipeOption, ScalingOption, answer, console, torch_device
+from .loading import (
+    DTYPES,
+    DeviceOption,
+    JsonOption,
+    ModelArgument,
+    RecipeOption,
+    ScalingOption,
+    answer,
+    console,
+    torch_device,
+)
 
 
 def warm_up(
-    model: Annotated[
-        str, typer.Argument(help="An embedded pipeline, a folder of a pipeline or model, or a name on the Hub.")
-    ],
+    model: ModelArgument,
     recipe: RecipeOption = "qk_int8_pv_bf16",
     scaling: ScalingOption = "timestep",
     min_tokens: Annotated[
@@ -30,6 +37,8 @@ def warm_up(
 
     Reads only the model's configs and loads no weights.
     """
+    import torch
+
     from ..diffusion.handle import apply
     from ..diffusion.host.discovery import denoisers, is_pipeline
 

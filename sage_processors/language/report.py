@@ -208,7 +208,7 @@ class AttentionReport(LayerReport):
             Column("on INT8\ncache", lambda rows: span(rows, "cache_calls"), summed("cache_calls")),
             exact_column(),
         ]
-        return grouped_table("INT8 attention: what really ran", self.rows, _kind, columns)
+        return grouped_table(self.title("INT8 attention"), self.rows, _kind, columns)
 
 
 def _kind(row: dict[str, Any]) -> str:

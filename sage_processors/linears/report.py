@@ -60,9 +60,7 @@ class LinearReport(LayerReport):
         ]
         if any(row["rel_l2"] is not None for row in rows):
             columns.append(Column("rel.\nL2", _worst))
-        return grouped_table(
-            "8-bit linear layers: what really ran", rows, lambda row: f"active: {row['format']}", columns
-        )
+        return grouped_table(self.title("8-bit linear layers"), rows, lambda row: f"active: {row['format']}", columns)
 
 
 def _megabytes(rows: list[dict]) -> str:

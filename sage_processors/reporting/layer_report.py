@@ -84,6 +84,11 @@ class LayerReport:
         data: dict[str, Any] = plain_data(said | {"rows": self.rows, "notes": self.notes})
         return data | {"linears": linears}
 
+    def title(self, what: str) -> str:
+        """Return the title of the table: what ran, or, before any call, what is swapped."""
+        ran = self.calls or self.fallbacks or any(row.get("compiled_calls") for row in self.rows)
+        return f"{what}: {'what really ran' if ran else 'what is swapped; nothing ran yet'}"
+
     def table(self) -> Table:
         """Return a rich.table.Table with one line for all layers of equal calls, formats and reasons."""
         raise NotImplementedError

@@ -27,7 +27,7 @@ def cases(path):
 @pytest.mark.slow("draws pictures for two variants")
 def test_rules_measures_plain_and_hard_variants(tmp_path):
     csv = tmp_path / "results.csv"
-    small = ["--pipeline", "tiny_flux", "--images", 1, "--steps", 2, "--batch", 1, "--device", "cpu"]
+    small = ["tiny_flux", "--images", 1, "--steps", 2, "--batch", 1, "--device", "cpu"]
     chosen = ["--variant", "timestep", "--variant", "dynamic"]
     done = invoke("bench", "rules", *small, *chosen, "--hard", "plain", "--hard", "hard_k30", "--csv", csv)
     assert done.exit_code == 0, done.output
@@ -83,7 +83,7 @@ def test_a_dtype_of_ones_own_is_part_of_the_case(tmp_path, monkeypatch):
 
     monkeypatch.setattr(quality, "evaluate", watched)
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
-    small = ["--pipeline", "tiny_flux", "--images", 1, "--steps", 1, "--device", "cpu", "--csv", csv]
+    small = ["tiny_flux", "--images", 1, "--steps", 1, "--device", "cpu", "--csv", csv]
     one = ["--variant", "timestep"]
     for dtype in (["--dtype", "bfloat16"], ["--dtype", "float32"], []):  # the last two are the same on a CPU
         assert invoke("bench", "rules", *small, *one, *dtype, "--hard", "hard").exit_code == 0
@@ -94,14 +94,11 @@ def test_a_dtype_of_ones_own_is_part_of_the_case(tmp_path, monkeypatch):
         rows.setdefault((row["case"], row["metric"]), []).append(row["median"])
     in_fp32, in_bf16 = (rows[f"tiny_flux{x}_hard/timestep", "psnr_db"] for x in ("", "_bfloat16"))
     assert in_fp32[0] == in_fp32[1] and len(in_bf16) == 1 and float(in_bf16[0]) < float(in_fp32[0]) - 1
-    done = invoke("bench", "quality", *small, *one, "--dtype", "float16", "--no-hard")
-    assert done.exit_code == 0, done.output
-    assert {f"tiny_flux_float16/{x}" for x in ("timestep", "stock_fp16")} <= cases(csv)
 
 
 def test_calibrate_writes_a_policy_and_its_rows(tmp_path):
     csv, output = tmp_path / "results.csv", tmp_path / "policy.json"
-    small = ["--pipeline", "tiny_flux", "--images", 1, "--steps", 1, "--batch", 1, "--device", "cpu"]
+    small = ["tiny_flux", "--images", 1, "--steps", 1, "--batch", 1, "--device", "cpu"]
     done = invoke("calibrate", *small, "--target-psnr", 35, "--scaling", "timestep", "--output", output, "--csv", csv)
     assert done.exit_code == 0, done.output
     assert "met" in done.output and "NOT met" not in done.output
@@ -113,7 +110,7 @@ def test_calibrate_writes_a_policy_and_its_rows(tmp_path):
 @pytest.mark.slow("a whole calibration")
 def test_calibrate_takes_a_recipe_and_a_dtype(tmp_path):
     output, csv = tmp_path / "policy.json", tmp_path / "results.csv"
-    small = ["--pipeline", "tiny_flux", "--images", 1, "--steps", 2, "--batch", 1, "--device", "cpu"]
+    small = ["tiny_flux", "--images", 1, "--steps", 2, "--batch", 1, "--device", "cpu"]
     arguments = ["calibrate", *small, "--target-psnr", 10, "--scaling", "timestep", "--output", output]
     done = invoke(*arguments, "--recipe", "qk_int8_pv_fp8", "--dtype", "bfloat16", "--csv", csv)
     assert done.exit_code == 0, done.output
@@ -127,14 +124,13 @@ def test_calibrate_takes_a_recipe_and_a_dtype(tmp_path):
 @pytest.mark.slow("a whole calibration")
 def test_calibrate_searches_linear_layers(tmp_path):
     output = tmp_path / "policy.json"
-    small = ["--pipeline", "tiny_sd", "--images", 1, "--steps", 2, "--batch", 1, "--device", "cpu"]
+    small = ["tiny_sd", "--images", 1, "--steps", 2, "--batch", 1, "--device", "cpu"]
     more = ["--target-psnr", 40, "--scaling", "timestep", "--linears", "int8", "--output", output]
     done = invoke("calibrate", *small, *more)
     assert done.exit_code == 0, done.output
     config = sp.SageAttnProcessor.from_policy(output)
-    assert config.linears == sp.Linears("int8", min_features=0) and "linear_share" in done.output
-    assert "linears: got ['int4']" in " ".join(
-        invoke("calibrate", *small, *more[:-4], "--linears", "int4").output.split()
+    assert (
+        config.linears == sp.Linears("int8", min_features=0) and "of the linear layers' work in 8 bit" in done.output
     )
 
 
@@ -143,7 +139,7 @@ def test_transfer_compares_own_and_foreign_tables(tmp_path):
     csv = tmp_path / "results.csv"
     name = "FlowMatchEulerDiscreteScheduler"
     done = invoke(
-        "bench", "transfer", "--pipeline", "tiny_flux", "--source", f"{name}:3:shift=1",
+        "bench", "transfer", "tiny_flux", "--source", f"{name}:3:shift=1",
         "--target", f"{name}:2:shift=3", "--images", 2, "--batch", 1, "--csv", csv, "--device", "cpu",
         "--dtype", "bfloat16",
     )  # fmt: skip
@@ -156,14 +152,14 @@ def test_transfer_compares_own_and_foreign_tables(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["bench", "rules", "--hard", "soft"], "soft: expected some of plain"),
-        (["bench", "rules", "--variant", "fast"], "fast: expected some of dynamic"),
+        (["bench", "rules", "--hard", "soft"], "soft: expected one of plain"),
+        (["bench", "rules", "--variant", "fast"], "fast: expected one of dynamic"),
         (["bench", "rules", "--dtype", "int8"], "int8: expected one of bfloat16, float16, float32"),
         (["bench", "transfer", "--source", "NoScheduler:5"], "'NoScheduler:5': expected a scheduler"),
         (["bench", "transfer", "--source", "DDIMScheduler:many"], "expected a scheduler"),
-        (["calibrate", "--images", "1", "--steps", "1"], "both or neither"),
+        (["calibrate", "--images", "1", "--steps", "1"], "give one of them alone"),
     ],
 )
 def test_bad_arguments(arguments, words):
-    done = invoke(*arguments, "--pipeline", "tiny_flux", "--device", "cpu")
+    done = invoke(*arguments, "tiny_flux", "--device", "cpu")
     assert done.exit_code == 2 and words in " ".join(done.output.replace("│", " ").split()), done.output

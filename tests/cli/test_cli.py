@@ -47,7 +47,7 @@ def invoke(*arguments, code=0) -> str:
 
 def demo(tmp_path, name: str, *arguments) -> tuple[str, Path]:
     path = tmp_path / "demo.png"
-    return invoke("demo", "--pipeline", name, "--steps", 1, "--output", path, *arguments), path
+    return invoke("demo", name, "--steps", 1, "--output", path, *arguments), path
 
 
 # --- demo ---
@@ -95,17 +95,16 @@ def test_demo_on_a_gpu(name, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["demo", "--pipeline", "tiny_flax"], "'tiny_flax' is no embedded pipeline, no folder and no name on the Hub"),
-        (["demo", "--pipeline", "nobody/nothing"], "nobody/nothing could not be loaded"),
-        (["demo", "--pipeline", "../nowhere"], "no folder"),
+        (["demo", "tiny_flax"], "'tiny_flax' is no embedded pipeline, no folder and no name on the Hub"),
+        (["demo", "nobody/nothing"], "nobody/nothing could not be loaded"),
+        (["demo", "../nowhere"], "no folder"),
         (["demo", "--scaling", "per_galaxy"], "got 'per_galaxy', expected one of"),
         (["demo", "--recipe", "int1"], "got 'int1', expected one of"),
         (["demo", "--device", "abacus"], "abacus"),
         (["demo", "--output", "no/such/folder/x.png"], "no/such/folder does not exist"),
         (["demo", "--steps", "0"], "Invalid value for '--steps'"),
         (["report", "tests"], "folder tests has no model_index.json"),
-        (["bench", "quality", "--outlier", "3"], "3 is not a power of two"),
-        (["bench", "quality", "--csv", "no/such/folder/x.csv"], "no/such/folder does not exist"),
+        (["bench", "rules", "--csv", "no/such/folder/x.csv"], "no/such/folder does not exist"),
     ],
 )
 def test_mistakes_get_a_message(arguments, message, monkeypatch):
@@ -117,13 +116,13 @@ def test_mistakes_get_a_message(arguments, message, monkeypatch):
 def test_a_broken_folder_gets_a_message(tmp_path):
     folder = tmp_path / "pipe"
     shutil.copytree(sp.pipelines.path("tiny_sd"), folder, ignore=shutil.ignore_patterns("*.safetensors"))
-    output = invoke("demo", "--pipeline", folder, "--device", "cpu", code=2)
+    output = invoke("demo", folder, "--device", "cpu", code=2)
     assert "could not be loaded" in output and "Traceback" not in output
 
 
 def test_help_lists_the_commands():
     said = invoke("--help")
-    assert all(command in said for command in ("demo", "report", "doctor", "bench"))
+    assert all(command in said for command in ("demo", "report", "doctor", "bench", "warm-up", "calibrate"))
 
 
 # --- report ---
@@ -153,38 +152,6 @@ def test_report_of_a_model_without_attention(tmp_path):
 
 
 # --- bench ---
-
-
-@pytest.mark.slow("draws pictures for every variant")
-def test_bench_quality_appends_the_rows(tmp_path, monkeypatch):
-    from sage_kernels.results import read_rows
-
-    variants = quality.default_variants()
-    assert [v.name for v in variants] == ["dynamic", "timestep", "timestep_warm", "per_block", "per_head"]
-    monkeypatch.setattr(quality, "default_variants", lambda recipe: variants[:2])
-    path = tmp_path / "results.csv"
-    size = ("--steps", 2, "--images", 3, "--batch", 2, "--device", "cpu")
-    output = invoke("bench", "quality", "--pipeline", "tiny_flux", *size, "--csv", path)
-    rows = read_rows(path)
-    cases = ["tiny_flux/dynamic", "tiny_flux/timestep", "tiny_flux_hard/dynamic", "tiny_flux_hard/timestep"]
-    assert list(dict.fromkeys(row["case"] for row in rows)) == cases
-    assert {row["metric"] for row in rows} >= {"psnr_db", "ssim", "psnr_db_mean"} and {r["batch"] for r in rows} == {
-        "3"
-    }
-    mean = {row["case"]: float(row["median"]) for row in rows if row["metric"] == "psnr_db_mean"}
-    # the balance of every scaling undoes planted outliers
-    assert mean["tiny_flux_hard/dynamic"] > mean["tiny_flux_hard/timestep"] - 3
-    assert min(mean.values()) > max(mean.values()) - 8
-    assert all(f"{value:.2f}" in output for value in mean.values())
-
-
-def test_bench_quality_records_nothing_when_nothing_ran(tmp_path, monkeypatch):
-    exact = quality.Variant("dynamic", sp.SageAttnProcessor(scaling="dynamic", min_tokens=100_000))
-    monkeypatch.setattr(quality, "default_variants", lambda recipe: (exact,))
-    path = tmp_path / "results.csv"
-    size = ("--steps", 1, "--images", 1, "--device", "cpu", "--no-hard")
-    output = invoke("bench", "quality", "--pipeline", "tiny_flux", *size, "--csv", path, code=1)
-    assert "no attention call of dynamic ran in INT8" in output and not path.exists()
 
 
 def test_bench_attention_runs_the_checkouts_benchmark(tmp_path, monkeypatch):

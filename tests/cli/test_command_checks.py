@@ -30,7 +30,7 @@ from sage_processors.files.strict_json import strict_json
 from tests.support.repository import ROOT, files
 
 
-SMALL = ["--pipeline", "tiny_flux", "--images", "1", "--steps", "1", "--batch", "1", "--device", "cpu"]
+SMALL = ["tiny_flux", "--images", "1", "--steps", "1", "--batch", "1", "--device", "cpu"]
 
 
 def invoke(*arguments) -> tuple[int, str]:
@@ -50,7 +50,7 @@ def nothing_loads(monkeypatch):
     monkeypatch.setattr(language, "load", loaded)
 
 
-CSV_COMMANDS = [["bench", "quality"], ["bench", "rules"], ["bench", "transfer"], ["bench", "language"], ["calibrate"]]
+CSV_COMMANDS = [["bench", "rules"], ["bench", "transfer"], ["calibrate", "--target-psnr", "40"]]
 
 
 @pytest.mark.parametrize("command", CSV_COMMANDS, ids=" ".join)
@@ -61,7 +61,7 @@ CSV_COMMANDS = [["bench", "quality"], ["bench", "rules"], ["bench", "transfer"],
 def test_Q36_a_csv_that_takes_no_rows_is_refused_first(command, name, words, nothing_loads, tmp_path):
     (tmp_path / "folder.csv").mkdir()
     (tmp_path / "other.csv").write_text("a,b\n")
-    output = ["--output", tmp_path / "policy.json"] if command == ["calibrate"] else []
+    output = ["--output", tmp_path / "policy.json"] if command[0] == "calibrate" else []
     code, said = invoke(*command, *output, "--csv", tmp_path / name)
     assert code == 2 and words in said and "--csv" in said, said
     assert (tmp_path / "other.csv").read_text() == "a,b\n"
@@ -135,7 +135,7 @@ def full(*_, **__):
 
 def test_Q37_demo_prints_before_it_saves(tmp_path, monkeypatch):
     monkeypatch.setattr(cli, "save_picture", full)
-    code, said = invoke("demo", *SMALL[:6], "--device", "cpu", "--output", tmp_path / "x.png")
+    code, said = invoke("demo", *SMALL[:5], "--device", "cpu", "--output", tmp_path / "x.png")
     assert code == 1 and re.search(r"PSNR [\d.]+ dB, SSIM", said) and "Picture:" not in said
 
 
@@ -144,13 +144,18 @@ def test_Q37_calibrate_prints_before_it_saves(tmp_path, monkeypatch):
     code, said = invoke(
         "calibrate", *SMALL, "--target-psnr", "10", "--scaling", "timestep", "--output", tmp_path / "p.json"
     )
-    assert code == 1 and "budget {'target_psnr': 10.0} on fresh seeds met" in said and "Policy:" not in said
+    assert (
+        code == 1
+        and "Budget, PSNR of 10 dB or more: met on fresh seeds: 100% of the calls in INT8" in said
+        and "Policy:" not in said
+    )
 
 
-@pytest.mark.parametrize("command", [["bench", "quality", "--no-hard"], ["bench", "rules", "--hard", "plain"]])
-def test_Q37_bench_prints_before_it_appends(command, tmp_path, monkeypatch):
+def test_Q37_bench_prints_before_it_appends(tmp_path, monkeypatch):
     monkeypatch.setattr(quality, "append_results", full)
-    code, said = invoke(*command, *SMALL, "--variant", "dynamic", "--csv", tmp_path / "r.csv")
+    code, said = invoke(
+        "bench", "rules", "--hard", "plain", *SMALL, "--variant", "dynamic", "--csv", tmp_path / "r.csv"
+    )
     assert code == 1 and "against stock attention, 1 pictures" in said and "dynamic" in said
 
 
@@ -190,7 +195,9 @@ def test_options_that_are_all_exact_have_no_psnr_in_a_curve(capsys):
         {"label": "exact", "cost": 1.0, "int8_share": 0.0, **psnr},
         {"label": "ran", "cost": 0.7, "int8_share": 0.5, **psnr},
     ]
-    calibration.Calibration(sp.SageAttnProcessor(), True, {}, {"int8_share": 0.5}, curve, []).print(Console(width=200))
+    calibration.Calibration(sp.SageAttnProcessor(), True, {"target_psnr": 1}, curve[1], curve, []).print(
+        Console(width=200)
+    )
     exact, ran = (line for line in capsys.readouterr().out.splitlines() if "1.000" in line or "0.700" in line)
     assert "120.00" in ran and "119.50" in ran and "dB" not in exact and "12" not in exact and exact.count("–") == 3
 
@@ -210,10 +217,10 @@ def test_Q38_weights_that_are_pickles_are_not_loaded(part, tmp_path):
 
     torch.save(load_file(weights), folder / part / as_pickle)  # a sound one: what is refused is the format
     weights.unlink()
-    code, said = invoke("demo", "--pipeline", folder, "--device", "cpu", "--output", tmp_path / "x.png")
+    code, said = invoke("demo", folder, "--device", "cpu", "--output", tmp_path / "x.png")
     assert code == 2 and "could not be loaded" in said and not (tmp_path / "x.png").exists()
     (folder / part / as_pickle).write_bytes(pickle.dumps(Bomb()))
-    assert invoke("demo", "--pipeline", folder, "--device", "cpu", "--output", tmp_path / "x.png")[0] == 2
+    assert invoke("demo", folder, "--device", "cpu", "--output", tmp_path / "x.png")[0] == 2
 
 
 def test_Q38_a_language_model_that_is_a_pickle_is_not_loaded(tmp_path):
@@ -225,8 +232,6 @@ def test_Q38_a_language_model_that_is_a_pickle_is_not_loaded(tmp_path):
     (folder / "model.safetensors").unlink()
     with pytest.raises(OSError, match="safetensors"):
         language.load(folder)
-    code, said = invoke("bench", "language", "--model", folder, "--device", "cpu")
-    assert code == 2 and "could not be loaded" in said
 
 
 def test_Q38_the_package_loads_no_weights_without_saying_safetensors():
@@ -241,9 +246,7 @@ def test_Q38_the_package_loads_no_weights_without_saying_safetensors():
 
 
 @pytest.mark.parametrize("before", [True, False])
-@pytest.mark.parametrize(
-    "command", [["demo"], ["bench", "quality"], ["bench", "rules"], ["bench", "transfer"], ["calibrate"]]
-)
+@pytest.mark.parametrize("command", [["demo"], ["bench", "rules"], ["bench", "transfer"], ["calibrate"]])
 def test_Q39_commands_leave_tensorfloat32_as_it_was(before, command, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", before)
@@ -335,7 +338,6 @@ def test_Q43_options_name_numbers_without_all_their_digits():
 @pytest.mark.parametrize(
     "command",
     [
-        ["bench", "quality", "--no-hard", "--variant", "dynamic", "--dtype", "bfloat16"],
         ["bench", "rules", "--hard", "plain", "--variant", "sigma_ratio"],
         [
             "bench",
@@ -361,7 +363,7 @@ def test_clips_are_drawn_in_the_size_that_they_were_learnt_in(command, tmp_path,
     monkeypatch.setattr(quality, "generate", watched)
     monkeypatch.chdir(tmp_path)
     steps = [] if "transfer" in command else ["--steps", "1"]
-    small = ["--pipeline", "tiny_wan", "--images", "1", "--batch", "1", "--device", "cpu", *steps]
+    small = ["tiny_wan", "--images", "1", "--batch", "1", "--device", "cpu", *steps]
     code, said = invoke(*command, *small)
     assert code == 0, said
     assert drawn and all(clips.shape == (1, 9, 3, 64, 64) for clips in drawn)

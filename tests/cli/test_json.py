@@ -13,12 +13,12 @@ import pytest
 from typer.testing import CliRunner
 
 import sage_processors as sp
-from sage_processors.cli import calibrate as calibrate_command
+from sage_processors.calibration import search as calibration
 from sage_processors.cli import main as cli
 from tests.support.repository import ROOT
 
 
-SMALL = ["--pipeline", "tiny_flux", "--images", 1, "--steps", 1, "--batch", 1, "--device", "cpu"]
+SMALL = ["tiny_flux", "--images", 1, "--steps", 1, "--batch", 1, "--device", "cpu"]
 
 
 def data(*arguments, code: int = 0) -> dict:
@@ -41,7 +41,7 @@ def run(*command: str, **environment: str) -> subprocess.CompletedProcess:
 
 def test_demo_tells_report_quality_and_picture(tmp_path):
     path = tmp_path / "x.png"
-    found = data("demo", *SMALL[:6], "--device", "cpu", "--output", path)
+    found = data("demo", *SMALL[:5], "--device", "cpu", "--output", path)
     assert (
         found["report"]["verdict"].startswith("100 % of attention calls in INT8") and len(found["report"]["rows"]) == 5
     )
@@ -65,19 +65,19 @@ def test_warm_up_tells_that_a_cpu_needs_nothing():
 
 
 def test_calibrate_tells_what_it_found_also_where_the_budget_is_not_met(tmp_path, monkeypatch):
-    output, found, search = tmp_path / "policy.json", [], calibrate_command.calibrate
+    output, found, search = tmp_path / "policy.json", [], calibration.calibrate
 
     def remembered(*arguments, **options):
         found.append(search(*arguments, **options))
         return found[0]
 
-    monkeypatch.setattr(calibrate_command, "calibrate", remembered)
+    monkeypatch.setattr(calibration, "calibrate", remembered)
     arguments = ["calibrate", *SMALL, "--scaling", "timestep", "--output", output, "--target-psnr", 119]
     said = data(*arguments, code=1)
     assert said["met"] is False and said["policy"] == str(output) and said["curve"][0]["label"]
     assert said["result"]["int8_share"] == found[0].result["int8_share"] and said["budget"] == {"target_psnr": 119.0}
     met = dataclasses.replace(found[0], met=True)  # test_calibrate_command.py searches for one
-    monkeypatch.setattr(calibrate_command, "calibrate", lambda *_, **__: met)
+    monkeypatch.setattr(calibration, "calibrate", lambda *_, **__: met)
     assert data(*arguments) == said | {"met": True}
 
 
@@ -88,19 +88,6 @@ def test_bench_rules_tells_results_and_differences():
     (first, *_) = rules["differences"]
     assert (first["scaling"], first["baseline"], first["field"]) == ("dynamic", "timestep", "psnr_db")
     assert first["low"] <= first["mean"] <= first["high"]
-
-
-def test_bench_quality_tells_results():
-    found = data("bench", "quality", *SMALL, "--variant", "dynamic", "--no-hard")
-    assert [result["name"] for result in found["tiny_flux"]] == ["dynamic"]
-    assert found["tiny_flux"][0]["psnr_db"][0] > 45
-
-
-def test_bench_language_tells_perplexity_and_bytes():
-    small = ("--windows", 1, "--prompts", 1, "--prompt-tokens", 8, "--new-tokens", 2, "--context", 64, "--prefill", 32)
-    found = data("bench", "language", *small, "--chunk", 32, "--device", "cpu")
-    assert found["stock"]["perplexity"] > 1 and found["prefill_kv"]["cache_calls"] > 0
-    assert found["prefill_kv"]["kv_bytes_per_token"] < found["stock"]["kv_bytes_per_token"]
 
 
 def test_wrong_input_leaves_stdout_empty():

@@ -111,13 +111,3 @@ def test_report_of_a_real_model():
     real_models.load("smollm2")
     output = invoke("report", real_models.folder("smollm2"))
     assert "30 layers active: sage_qk_int8_pv_bf16, qk_int8_pv_bf16, per_token" in output
-
-
-@pytest.mark.real
-def test_bench_language_measures_a_real_model():
-    folder = real_models.folder("smollm2")
-    real_models.load("smollm2")
-    small = ("--windows", 8, "--context", 129, "--prompts", 2, "--prompt-tokens", 32, "--new-tokens", 8, "--chunk", 16)
-    found = json.loads(invoke("bench", "language", "--model", folder, *small, "--device", "cpu", "--json"))
-    assert found["stock"]["perplexity"] < 25  # of plain documentation, code and stories
-    assert abs(found["prefill"]["ratio"] - 1) < 0.01 and found["prefill"]["int8_calls"] > 0

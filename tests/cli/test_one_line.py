@@ -26,9 +26,7 @@ def said(*arguments) -> str:
 
 
 MODEL_COMMANDS = [
-    ["demo", "--pipeline"], ["report"], ["warm-up"], ["calibrate", "--target-psnr", "40", "--pipeline"],
-    ["bench", "quality", "--pipeline"], ["bench", "rules", "--pipeline"], ["bench", "transfer", "--pipeline"],
-    ["bench", "language", "--model"],
+    ["demo"], ["report"], ["warm-up"], ["calibrate", "--target-psnr", "40"], ["bench", "rules"], ["bench", "transfer"],
 ]  # fmt: skip
 
 
@@ -53,12 +51,14 @@ def test_a_model_that_is_not_there(command, tmp_path, monkeypatch):
         (["report", "tiny_sd", "--scaling", "x"], "scaling: got 'x', expected one of"),
         (["warm-up", "tiny_sd", "--min-tokens", "-1"], "min_tokens: got -1"),
         (["warm-up", "tiny_sd", "--dtype", "int4"], "int4: expected one of bfloat16"),
-        (["bench", "language", "--recipe", "int1"], "int1: expected one of"),
         (
-            ["calibrate", "--pipeline", "tiny_flux", "--target-psnr", "40", "--linears", "int4"],
-            "linears: got ['int4']",
+            ["calibrate", "tiny_flux", "--target-psnr", "40", "--linears", "int4"],
+            "--linears: int4: expected one of int8, fp8",
         ),
-        (["calibrate", "--pipeline", "tiny_flux", "--target-psnr", "40", "--scaling", "x"], "got 'x'"),
+        (["calibrate", "tiny_flux", "--target-psnr", "40", "--scaling", "x"], "--scaling: x: expected"),
+        (["calibrate"], "such as --target-psnr 40"),
+        (["demo", "--images", "100000000"], "--images"),
+        (["bench", "rules", "--images", "100000000"], "--images"),
         (["demo", "--device", "abacus"], "abacus"),
         (["demo", "--what"], "No such option"),
         (["demonstrate"], "No such command"),
@@ -83,9 +83,7 @@ def test_broken_weights(content, tmp_path):
     folder = tmp_path / "pipe"
     shutil.copytree(sp.pipelines.path("tiny_flux"), folder)
     next((folder / "transformer").glob("*.safetensors")).write_bytes(content)
-    assert "could not be loaded" in said(
-        "demo", "--pipeline", folder, "--output", tmp_path / "x.png", "--device", "cpu"
-    )
+    assert "could not be loaded" in said("demo", folder, "--output", tmp_path / "x.png", "--device", "cpu")
 
 
 def test_a_pipeline_of_a_class_that_is_not_known(tmp_path):

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import csv
 import math
 import warnings
 
 import pytest
 import torch
-import typer
-from typer.testing import CliRunner
 
 
 pytest.importorskip("transformers")
@@ -17,8 +14,6 @@ pytest.importorskip("transformers")
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import sage_processors as sp
-from sage_kernels.results import COLUMNS
-from sage_processors.cli import language as language_command
 from sage_processors.evaluation import language
 
 
@@ -241,8 +236,6 @@ def test_divergence_is_reported_with_stocks_margin(model, windows, monkeypatch):
     rows = {row["metric"]: row for row in result.rows("tiny_lm", {})}
     assert rows["identical_share"]["median"] == round(1 - len(leads) / 3, 4)
     assert min(leads) - 1e-3 < rows["lead_at_difference"]["median"] < max(leads) + 1e-3
-    said = language_command.differences(result)
-    assert said.startswith("prefill_kv: ") and all(f"({lead:.3f})" in said for lead in leads)
 
 
 # --- held-out text, loading, chat ---
@@ -312,53 +305,3 @@ def test_chat_ids_takes_a_question_or_a_conversation(tokenizer):
     bare.chat_template = None
     more = [*said, {"role": "assistant", "content": "Hi."}]
     assert bare.decode(language.chat_ids(bare, more)[0]) == "Hello!\nHi."
-
-
-# --- the command ---
-
-
-def command(*arguments, code=0) -> str:
-    app = typer.Typer()
-    app.command()(language_command.bench_language)
-    result = CliRunner().invoke(app, [str(a) for a in arguments], env={"COLUMNS": "200"})
-    assert result.exit_code == code, (result.output, result.exception)
-    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-    return result.output
-
-
-def test_command_prints_and_appends_rows(tmp_path, model):
-    path = tmp_path / "results.csv"
-    small = ("--windows", 4, "--context", 65, "--prompts", 2, "--prompt-tokens", 17, "--new-tokens", 5, "--prefill", 9)
-    output = command(*small, "--chunk", 8, "--csv", path, "--device", "cpu")
-    assert "prefill_kv" in output and "Rows appended" in output
-    with path.open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert list(rows[0]) == COLUMNS and {row["suite"] for row in rows} == {"quality"}
-    assert {row["case"] for row in rows} == {"tiny_lm/stock", "tiny_lm/prefill", "tiny_lm/prefill_kv"}
-    assert all((row["provider"] == "sage_kernels") == bool(row["recipe"]) and row["gpu"] == "cpu" for row in rows)
-    found = {(row["case"].partition("/")[2], row["metric"]): row for row in rows}
-    perplexities = {case: float(row["median"]) for (case, metric), row in found.items() if metric == "perplexity"}
-    windows = language.heldout_windows(language.load()[1], 65, count=4)
-    assert perplexities["stock"] == pytest.approx(language.perplexity(model, windows).value, rel=1e-4)
-    ratio = float(found["prefill_kv", "perplexity_ratio"]["median"])
-    assert ratio == pytest.approx(perplexities["prefill_kv"] / perplexities["stock"], rel=1e-4)
-    assert found["prefill_kv", "kv_bytes_per_token"]["unit"] == "B"
-    assert 0 <= float(found["prefill_kv", "identical_share"]["median"]) <= 1
-    assert found["prefill_kv", "same_tokens"]["batch"] == "2" and found["stock", "perplexity"]["batch"] == "4"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (("--csv", "nowhere/results.csv"), "folder nowhere does not exist"),
-        (("--recipe", "int3"), "int3: expected one of"),
-        (("--model", "./no-such-folder"), "could not be loaded"),
-        (("--device", "warp"), "warp:"),
-        (("--windows", 99999), "count: got 99999"),
-        (("--context", 2048, "--windows", 1), "expected at most"),
-        (("--prefill", 512, "--windows", 1, "--prompts", 1, "--new-tokens", 1), "prefill: got 512"),
-    ],
-)
-def test_command_refuses_with_a_message(arguments, said, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert said in " ".join(command(*arguments, code=2).replace("│", " ").split())

@@ -73,7 +73,7 @@ def test_a_newcomers_path(say, tmp_path):
 
     shutil.copytree(sp.pipelines.path("tiny_sd"), tmp_path / "my checkpoint")
     budget = ("--target-psnr", 40, "--scaling", "timestep", "--images", 2, "--steps", 2, "--output", "policy.json")
-    said = json.loads(say(*command, "calibrate", "--pipeline", "my checkpoint", *budget, "--json"))
+    said = json.loads(say(*command, "calibrate", "my checkpoint", *budget, "--json"))
     assert said["met"] and (tmp_path / "policy.json").is_file()
 
     (tmp_path / "draw.py").write_text(DRAW, encoding="utf-8")

@@ -235,7 +235,7 @@ def test_what_was_trained_is_saved_small_loaded_and_drawn(finished, tmp_path, mo
         output = capsys.readouterr().out
         assert "no weights" not in output and int8_calls(output) > 0 and "PSNR" in output
     # a strip of frames in the place of pictures side by side
-    options = ["--pipeline", "tiny_wan", "--prompt", "a red square moving left", "--steps", "1", "--device", "cpu"]
+    options = ["tiny_wan", "--prompt", "a red square moving left", "--steps", "1", "--device", "cpu"]
     found = CliRunner().invoke(app, ["demo", *options, "--output", str(tmp_path / "strip.png")])
     assert found.exit_code == 0, found.output
     with Image.open(tmp_path / "strip.png") as strip:
@@ -244,7 +244,7 @@ def test_what_was_trained_is_saved_small_loaded_and_drawn(finished, tmp_path, mo
 
 def test_commands_say_where_weights_are_missing(monkeypatch):
     monkeypatch.setattr(pipelines, "VIDEOS", ("tiny_film",))
-    found = CliRunner().invoke(app, ["demo", "--pipeline", "tiny_film"], env={"COLUMNS": "200"})
+    found = CliRunner().invoke(app, ["demo", "tiny_film"], env={"COLUMNS": "200"})
     assert found.exit_code == 2 and "tiny_film has no weights here" in found.output
 
 

@@ -116,7 +116,7 @@ def test_wheel_runs_outside_of_the_checkout(wheel, demo_wheel, tmp_path):
 def test_a_missing_model_is_a_message_that_names_the_command(wheel, tmp_path):
     site = tmp_path / "site"
     zipfile.ZipFile(wheel).extractall(site)
-    for arguments in (["demo", "--pipeline", "tiny_flux"], ["bench", "language"]):
+    for arguments in (["demo", "tiny_flux"], ["rate", "tiny_lm"]):
         code = f"""
             import sys
             from sage_processors.cli import main as cli

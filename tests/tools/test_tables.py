@@ -223,7 +223,7 @@ def test_attention_table_sets_cudnn_beside_ours(tmp_path):
     assert "| shape | on | cuDNN | timestep, r | per_block, r |" in text
     assert "| D128_N8192_full | H200 | 620 | 650 (1.05×) | 640 (1.03×) |" in text
     assert "| r | timestep | 0.011 |" in text and "| r | per_block | – |" in text
-    assert text.count("| D128_N8192_full |") == 1 and "No rows yet: `sage-processors bench quality" in text
+    assert text.count("| D128_N8192_full |") == 1 and "No rows yet: `sage-processors bench rules" in text
 
 
 def test_decoding_is_held_against_the_fastest_other_of_its_run(tmp_path):

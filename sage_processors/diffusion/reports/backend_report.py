@@ -34,7 +34,7 @@ class BackendReport(LayerReport):
     def table(self) -> Table:
         """Return a rich.table.Table with one line for all devices with equal calls."""
         columns = [Column("calls\neach", lambda rows: str(rows[0]["calls"]), summed("calls")), exact_column()]
-        return grouped_table("INT8 attention by diffusers' back end: what really ran", self.rows, _kind, columns)
+        return grouped_table(self.title("INT8 attention by diffusers' back end"), self.rows, _kind, columns)
 
 
 def _kind(row: dict[str, Any]) -> str:

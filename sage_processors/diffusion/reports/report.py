@@ -92,7 +92,7 @@ class Report(LayerReport):
             Column("beyond\nplan", lambda rows: f"{max(row['clipped_fraction'] for row in rows):.2g}"),
             Column("MB\nsaved", _megabytes, _megabytes),
         ]
-        return grouped_table("INT8 attention: what really ran", self.rows, _kind, columns)
+        return grouped_table(self.title("INT8 attention"), self.rows, _kind, columns)
 
     def remarks(self) -> list[str]:
         """Return the notes of the rows, each once, with the layers concerned and the largest number."""

@@ -1,0 +1,119 @@
+"""The command line to a newcomer: help at once, what ran and what did not, and sentences in place of options."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from sage_processors.cli import arguments, doctor, self_test
+from sage_processors.cli import main as cli
+from sage_processors.option_groups import SCALINGS
+from tests.examples.running import EXAMPLES, run
+from tests.support.repository import fresh
+
+
+SMALL = ["tiny_flux", "--images", "1", "--steps", "1", "--device", "cpu"]
+
+
+def paths(command, *before):
+    """Every command of the command line: its words."""
+    commands = getattr(command, "commands", {})
+    return [path for name, found in commands.items() for path in paths(found, *before, name)] or [before]
+
+
+COMMANDS = paths(typer.main.get_command(cli.app))
+
+
+def answered(*words) -> str:
+    done = CliRunner(env={"COLUMNS": "300", "HF_HUB_OFFLINE": "1"}).invoke(cli.app, list(map(str, words)))
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+    return " ".join(done.output.replace("│", " ").split())
+
+
+def test_help_of_every_command_imports_nothing_heavy_and_is_there_at_once():
+    code = f"""
+        import contextlib, io, pathlib, re, time
+        began = time.process_time()
+        from sage_processors.cli import main as cli
+        for words in {[list(path) for path in [(), *COMMANDS]]!r}:
+            with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.suppress(SystemExit):
+                cli.app([*words, "--help"], prog_name="sage-processors")
+            assert "Usage:" in said.getvalue() or words == ["bench", "attention"], words
+            if not words:
+                seconds = time.process_time() - began
+        assert not {{"torch", "diffusers", "transformers", "triton", "sage_kernels"}} & set(sys.modules)
+        print(seconds, *re.findall(r"VmHWM:\\s*(\\d+)", pathlib.Path("/proc/self/status").read_text()))
+        """
+    seconds, kilobytes = map(float, fresh(code).split())
+    assert seconds < 1 and kilobytes < 200_000
+
+
+@pytest.mark.parametrize("words", [path for path in COMMANDS if path != ("bench", "attention")], ids=" ".join)
+def test_help_calls_the_model_MODEL_and_lists_what_an_option_takes(words):
+    said = answered(*words, "--help")
+    assert "--pipeline" not in said and "--model" not in said
+    assert words == ("doctor",) or "MODEL" in said.upper()
+    for option, known in (("--recipe", "qk_int8_pv_fp8"), ("--scaling", list(SCALINGS)[-1])):
+        assert f"{option} " not in said or known in said
+
+
+SAID = {
+    "too many steps": (["demo", "tiny_sd", "--images", "1", "--steps", "1001", "--device", "cpu"], "Error: .*1001"),
+    "no end of pictures": (["calibrate", "--target-psnr", "40", "--images", "100000000"], "Error: .*--images.*10000"),
+    "a forecast": (["report", "tiny_sd"], "what is swapped; nothing ran yet.*A forecast: nothing ran"),
+    "a reference": (["demo", *SMALL], "No GPU: INT8 attention runs in its reference.*slower than stock"),
+    "a calibration": (
+        ["calibrate", *SMALL, "--target-psnr", "10", "--scaling", "timestep"],
+        r"Budget, PSNR of 10 dB or more: met on fresh seeds: 100% .*Use it: pipe\.set_attn_processor\(SageAttn",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_commands_speak_plainly(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words, expected = SAID[name]
+    said = answered(*words)
+    assert re.search(expected, said), said
+    assert "{'" not in said and "Traceback" not in said
+
+
+def test_doctor_sums_up_and_gives_a_verdict(monkeypatch):
+    monkeypatch.setattr(self_test, "CASES", self_test.CASES[:1])
+    said = CliRunner(env={"COLUMNS": "200"}).invoke(cli.app, ["doctor", "--device", "cpu"]).output
+    assert len(said.splitlines()) < 40 and "there is no GPU" in said.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("capability", "words"), [((9, 0), "4096 tokens or more (as measured)"), ((8, 6), "a cautious guess")]
+)
+def test_the_verdict_on_a_gpu_says_from_where_on_it_is_worth_it(capability, words, monkeypatch):
+    monkeypatch.setattr(doctor.torch.cuda, "get_device_capability", lambda device=None: capability)
+    monkeypatch.setattr(doctor.torch.cuda, "get_device_name", lambda device=None: "A GPU")
+    cuda = doctor.torch.device("cuda")
+    assert words in doctor.verdict(cuda, True, [{"problem": ""}])
+    assert "can't run the kernels: no such unit" in doctor.verdict(cuda, True, [{"problem": "no such unit"}])
+    assert "Not fit" in doctor.verdict(cuda, False, [])
+
+
+def test_videos_are_written_as_mp4_or_the_message_says_what_is_missing(tmp_path, monkeypatch, capsys):
+    missing = not all(map(arguments.importlib.util.find_spec, ("imageio", "imageio_ffmpeg")))
+    path = tmp_path / "x.mp4"
+    words = ("wan", monkeypatch, "--steps", 1, "--output", path)
+    if missing:
+        with pytest.raises(SystemExit):
+            run(*words)
+        assert "pip install imageio imageio-ffmpeg" in capsys.readouterr().err
+    else:
+        run(*words)
+        assert path.read_bytes()[4:8] == b"ftyp"
+
+
+def test_the_page_names_its_options_in_words():
+    text = (EXAMPLES / "app.py").read_text(encoding="utf-8")
+    assert (
+        text.count("label=") == text.count("gr.") - 3 and "label=name)" not in text
+    )  # but the page, twice, and its Markdown
