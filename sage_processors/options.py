@@ -27,6 +27,7 @@ from .option_groups import (
     group_of,
     rules_of,
 )
+from .presets import PresetName, with_preset
 
 
 if TYPE_CHECKING:
@@ -54,19 +55,19 @@ def read_policies_with(reader: Callable[..., Any]) -> None:
     _policy_readers.append(reader)
 
 
-def _names_the_closest(init: Any) -> Any:
-    """Wrap an `__init__` so that an unknown keyword is a TypeError with the closest known one."""
+def _with_preset(init: Any) -> Any:
+    """Wrap an `__init__` so that a preset gives options, and an unknown keyword is a TypeError with the closest."""
     known = [name for name in inspect.signature(init).parameters if name != "self"]
 
     @functools.wraps(init)
-    def checked(self: Any, *args: Any, **options: Any) -> None:
+    def checked(self: Any, preset: Any = None, **options: Any) -> None:
         for name in options:
             if name not in known:
                 raise TypeError(
                     f"SageAttnProcessor: got the unknown option {name!r}, expected some of {known}"
                     f"{close_to(name, known)}"
                 )
-        init(self, *args, **options)
+        init(self, preset, **with_preset(preset, options))
 
     return checked
 
@@ -78,6 +79,8 @@ class SageAttnProcessor:
     Give them to `pipe.set_attn_processor` or `sage_processors.apply`.
 
     Args:
+        preset: options by one name (presets.py); what is given beside it replaces its own. "fast": INT8 linear layers
+            and graphs="auto", too. "small": the same, and the 16-bit weights are dropped. None: INT8 attention alone.
         recipe: number formats of the two matmuls, a key of `sage_kernels.RECIPES`. "mixed": most query-key blocks in a
             cheap format, and a budget of them in 16 bit or left out; masked calls then run in 16 bit (reason
             "mixed_mask"). "16bit": all attention stays in 16 bit.
@@ -126,6 +129,7 @@ class SageAttnProcessor:
     Raises: TypeError or ValueError for an unknown option, a wrong type or a wrong value.
     """
 
+    preset: str | None
     recipe: str
     scaling: Scaling
     linears: Linears
@@ -142,6 +146,7 @@ class SageAttnProcessor:
 
     def __init__(
         self,
+        preset: PresetName | None = None,
         *,
         recipe: RecipeName = "qk_int8_pv_bf16",
         scaling: ScalingName | Scaling | Mapping[str, Any] = "timestep",
@@ -175,6 +180,7 @@ class SageAttnProcessor:
         if min_tokens is not None:
             whole("min_tokens", min_tokens, 0)
         keep_as(
+            preset=preset,
             scaling=group_of("scaling", scaling, Scaling, "name"),
             linears=group_of("linears", linears, Linears, "format"),
             keep=group_of("keep", keep, Keep),
@@ -187,7 +193,7 @@ class SageAttnProcessor:
         self._check_together(RECIPES.get(recipe))
 
     if not TYPE_CHECKING:
-        __init__ = _names_the_closest(__init__)
+        __init__ = _with_preset(__init__)
 
     def _check_together(self, recipe: Any) -> None:
         """Raise ValueError for options that exclude each other. recipe: its entry in RECIPES, if it has one."""

@@ -19,7 +19,7 @@ from ..options import SageAttnProcessor
 from ..version import __version__
 
 
-FORMAT_VERSION = 7  # of the grouped options; earlier files are refused
+FORMAT_VERSION = 8  # of the options with a preset; earlier files are refused
 MAX_FILE_BYTES = 2**20
 _REMEDY = "write it again with sage_processors.calibrate"
 _FIELDS: dict[str, type] = {

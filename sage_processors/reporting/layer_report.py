@@ -49,11 +49,13 @@ class LayerReport:
             ({reason: calls that ran in 16 bit}).
         notes: list of texts about the model as a whole.
         linears: report of the model's linear layers; None without 8-bit ones.
+        heading: line before the verdict: the preset and what differs from it; "" without a preset.
     """
 
     rows: Rows
     notes: list[str] = field(default_factory=list)
     linears: LayerReport | None = None
+    heading: str = ""
 
     @property
     def calls(self) -> int:
@@ -74,13 +76,13 @@ class LayerReport:
         return "; ".join([said] + [f"not counted: {unseen}"] * bool(unseen))
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the report as data for JSON: verdict, calls, fallbacks, rows, notes, linears.
+        """Return the report as data for JSON: heading, verdict, calls, fallbacks, rows, notes, linears.
 
         Every layer has its own row. Numbers that are not finite become None, such as the relative error of a layer
         with an output of 0.
         """
         linears = None if self.linears is None else self.linears.as_dict()
-        said = {"verdict": self.verdict, "calls": self.calls, "fallbacks": self.fallbacks}
+        said = {"heading": self.heading, "verdict": self.verdict, "calls": self.calls, "fallbacks": self.fallbacks}
         data: dict[str, Any] = plain_data(said | {"rows": self.rows, "notes": self.notes})
         return data | {"linears": linears}
 
@@ -105,6 +107,8 @@ class LayerReport:
         # In a terminal, rich breaks long lines between words. A file or a pipe has no width to break at.
         options: dict[str, Any] = {"markup": False, "highlight": False, "soft_wrap": not console.is_terminal}
         reports = [self] if self.linears is None else [self, self.linears]
+        if self.heading:
+            console.print(self.heading, **options)
         for report in reports:
             console.print(report.verdict, **options)
         for report in reports:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from sage_kernels.planning.rules import NEED_RUNS
 
 from ...linears.report import LinearReport, notes_of, rows_of
+from ...presets import heading
 from ...reporting.layer_report import Column, LayerReport, exact_column, grouped_table, remark_of, span, summed
 from ...unsupported import OVERLAP_REMEDY, PAG_REMEDY, REMEDIES
 from ..calls.mixed_calls import is_mixed, mixed_facts, mixed_note
@@ -354,4 +355,4 @@ def build_report(handle: Any) -> Report:
             notes.append(f"{name} came after the swap and runs its original attention; handle.refresh() swaps it.")
     swaps = [denoiser.linears for denoiser in handle._denoisers if denoiser.linears is not None]
     linears = [row for swap in swaps for row in rows_of(swap)], [line for swap in swaps for line in notes_of(swap)]
-    return Report(rows, notes, LinearReport(*linears) if swaps else None)
+    return Report(rows, notes, LinearReport(*linears) if swaps else None, heading(handle.config))

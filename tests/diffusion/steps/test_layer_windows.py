@@ -220,7 +220,7 @@ def test_policies_of_earlier_formats_are_refused(tmp_path, version):
     policy.write_policy(path, CONFIG, [], budget={}, result={}, curve=[])
     content = json.loads(path.read_text())
     path.write_text(json.dumps(content | {"format_version": version, "options": {"keep_layers": []}}))
-    with pytest.raises(ValueError, match=f"format_version {version}, expected 7; write it again with .*calibrate"):
+    with pytest.raises(ValueError, match=f"format_version {version}, expected 8; write it again with .*calibrate"):
         sp.SageAttnProcessor.from_policy(path)
     del content["options"]["linears"]
     path.write_text(json.dumps(content))  # the present format must have them
