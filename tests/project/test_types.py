@@ -27,7 +27,7 @@ LINES = {
     "reveal_type(sp.apply(pipe, sp.SageAttnProcessor('fast', keep={'first_steps': 2})).config.preset)": "str | None",
     "reveal_type(pipe.set_attn_processor(sp.SageAttnProcessor(preset='small', recipe='qk_int8_pv_bf16')))": "Any",
     "sp.SageAttnProcessor('fats')": "arg-type",
-    "sp.SageAttnProcessor('fast', 'qk_int8_pv_bf16')": "misc",
+    "sp.SageAttnProcessor('fast', 'qk_int8_pv_bf16')": "call-arg",
     "reveal_type(sp.apply(pipe).report())": "sage_processors.diffusion.reports.report.Report",
     "reveal_type(sp.apply(pipe).report().fallbacks)": "dict[str, int]",
     "reveal_type(sp.handle_of(pipe))": "sage_processors.diffusion.handle.Handle | None",
