@@ -6,6 +6,7 @@ another way, or are not replayed. Names of Triton and of the CUDA driver are in 
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from typing import Any
 
@@ -16,9 +17,12 @@ from torch.autograd import forward_ad
 # tests/kernels/launch/test_compat.py deletes each
 NAMES = (
     "torch.Tensor._make_wrapper_subclass",
+    "torch._C._construct_storage_from_data_pointer",
+    "torch._C._cuda_endAllocateToPool",
     "torch._C._dispatch_keys",
     "torch._C._dispatch_tls_local_include_set",
     "torch._C._len_torch_function_stack",
+    "torch._C._storage_Use_Count",
     "torch._C.DispatchKey",
     "torch._C.DispatchKeySet",
     "torch._C.DispatchKeySet.raw_repr",
@@ -219,3 +223,29 @@ def map_only(kind: type, change, tree):
     if type(tree) in (tuple, list):
         return type(tree)(map_only(kind, change, x) for x in tree)
     return tree
+
+
+_HELD_ONCE = 2  # references to a storage that one tensor and one Python object of it hold
+
+
+def without_owner(x: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of the same memory that does not keep it, so that a later capture may use it again.
+
+    Returns x itself if something else holds its memory, or without the names.
+    """
+    make, count = find("torch._C._construct_storage_from_data_pointer"), find("torch._C._storage_Use_Count")
+    storage = x.untyped_storage()
+    if make is None or count is None or not storage.nbytes() or count(storage._cdata) > _HELD_ONCE:
+        return x
+    with torch.inference_mode(False):
+        other = make(storage.data_ptr(), x.device, storage.nbytes())
+        empty = torch.empty(0, dtype=x.dtype, device=x.device)
+        return empty.set_(other, x.storage_offset(), x.shape, x.stride())
+
+
+def end_allocations(device: torch.device, pool: tuple[int, int]) -> None:
+    """End the allocations of a broken capture in a memory pool. Without the name they end with the process."""
+    end = find("torch._C._cuda_endAllocateToPool")
+    if end is not None:
+        with contextlib.suppress(RuntimeError):  # they have ended already
+            end(device.index if device.index is not None else torch.cuda.current_device(), pool)

@@ -22,7 +22,7 @@ from .calls.call_reasons import layer_reason
 from .calls.processor_state import ProcessorState
 from .calls.row_maxima_op import keep_rows_of
 from .calls.sage_class import attention_calls_in, count_bypassed, is_pag, is_sage, sage_class, swap
-from .graphs.whole_graphs import WholeGraphs
+from .graphs.model_graphs import ModelGraphs
 from .heads.head_norms import HeadNorms
 from .host.discovery import attention_modules, device_of, discover_sites, put_processor, signs_of
 from .host.patches import Patches
@@ -67,7 +67,7 @@ class Denoiser:
         name: the component's name in the pipeline; "" for a model without a pipeline.
         state: a ScaleState; None without planned scales.
         linears: a LinearSwap; None without 8-bit linear layers.
-        graphs: a WholeGraphs; None without CUDA graphs.
+        graphs: a ModelGraphs; None without CUDA graphs.
         guests: Sage processors that a pipeline puts into the model within its steps (PAG), by id.
         perturbed: True after a forward with PAG processors that are not ours.
         follows_scheduler: True if a scheduler tells where a run is.
@@ -83,7 +83,7 @@ class Denoiser:
         self._made: list[Layer] = []  # all layers so far: diffusers may put replaced processors back
         self.state: Any = None
         self.linears: LinearSwap | None = None
-        self.graphs: WholeGraphs | None = None
+        self.graphs: ModelGraphs | None = None
         self._signs: tuple[Any, ...] = ()  # see signs_of
         self._head_norms, self._parked = HeadNorms(), Parked()
         self._patches: dict[type, Patches] = {}
@@ -258,7 +258,7 @@ class Denoiser:
             processor._sage.events.zero()
             processor._sage.sent = 0
 
-    def use_graphs(self, graphs: WholeGraphs | None) -> None:
+    def use_graphs(self, graphs: ModelGraphs | None) -> None:
         """Take forwards from these CUDA graphs from now on; None runs them eagerly again."""
         if self.graphs is not None:
             self.graphs.stop()

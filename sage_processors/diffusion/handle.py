@@ -21,7 +21,7 @@ from ..options import SageAttnProcessor
 from ..unsupported import REMEDIES
 from .auto_rotation import AutoRotation
 from .denoiser import Denoiser
-from .graphs.whole_graphs import WholeGraphs, can_replay
+from .graphs.model_graphs import ModelGraphs, can_replay
 from .host.discovery import attention_modules, denoisers, input_device, is_pipeline, unwrap
 from .host.pipeline_method import listen
 from .host.root_hook import RootHook
@@ -243,9 +243,9 @@ class Handle:
         if not self._active:
             raise RuntimeError("handle: got a handle that was removed, expected a live one; call apply again")
 
-    def _graphs_of(self, denoiser: Denoiser) -> WholeGraphs | None:
+    def _graphs_of(self, denoiser: Denoiser) -> ModelGraphs | None:
         """Return new CUDA graphs for a denoiser; None if the options or its `model.compile()` rule them out."""
-        return WholeGraphs(self, denoiser) if self.config.graphs == "auto" and can_replay(denoiser.model) else None
+        return ModelGraphs(self, denoiser) if self.config.graphs == "auto" and can_replay(denoiser.model) else None
 
     def probe(self, *, every: int = 4, heads: int = 4, rows: int = 32) -> Probe:
         """Start and return a probe.Probe: it compares INT8 with fp32 attention in one step of `every`."""

@@ -23,6 +23,7 @@ from ...patching.other_globals import innermost
 from ...patching.patched import Watch, with_helpers
 from ...postponed.tensor import version_of
 from ...torch_modes import AsUnderNoGrad
+from ..host.innermost import moving_hooks
 from ..host.root_hook import RootHook
 
 
@@ -34,8 +35,10 @@ VERSION = operator.attrgetter("_version")
 DEPTH = 3  # levels of nested containers that are compared
 
 
-def obstacle(model: nn.Module, device: torch.device) -> str:
+def obstacle(model: nn.Module, device: torch.device, *, is_block: bool = False) -> str:
     """Return the reason why a model's forward can't be captured on this device; "" if it can.
+
+    is_block: what is captured is the forward of a block itself, inside of its own hooks.
 
     Returns:
         "device": some of its tensors are elsewhere.
@@ -51,10 +54,13 @@ def obstacle(model: nn.Module, device: torch.device) -> str:
             return "device"
         if "_hf_hook" in values:  # of accelerate
             return "offload"
-        if getattr(values.get("_diffusers_hook"), "hooks", None):
+        is_inside = is_block and module is model
+        if moving_hooks(module) if is_inside else getattr(values.get("_diffusers_hook"), "hooks", None):
             return "hooks"
-        if module is not model and values.get("_compiled_call_impl") is not None:
+        if (is_block or module is not model) and values.get("_compiled_call_impl") is not None:
             return "compiled"
+        if is_inside:
+            continue
         for hook in (hook for name in HOOKS for hook in values[name].values()):
             if not isinstance(getattr(hook, "__self__", hook), OURS):
                 return "hooks"

@@ -315,8 +315,20 @@ def _follows(handle: Any, denoiser: Any) -> str:
 
 
 def _replayed(name: str, graphs: Any) -> str:
-    reasons = ", ".join(f"{reason}: {number}" for reason, number in sorted(graphs.eager.items()))
-    return f"{graphs.replays} forwards of {name} came from CUDA graphs{', eager ones: ' if reasons else ''}{reasons}."
+    graphs.settle()
+    text = f"{graphs.replays} forwards of {name} came from CUDA graphs{_listed(', eager ones: ', graphs.eager)}"
+    if graphs.partly:
+        text += f"; in {graphs.partly} more, {graphs.block_replays} blocks did"
+        text += _listed(", eager ones: ", graphs.block_eager)
+    if graphs.differing:
+        text += f"; {graphs.differing} graphs were dropped (differs)"
+    if graphs.lines:
+        text += f"; not captured: {', '.join(f'{module} at {line}' for module, line in sorted(graphs.lines.items()))}"
+    return text + (f"; {graphs.memory / 2**30:.2f} GiB of memory." if graphs.memory else ".")
+
+
+def _listed(before: str, reasons: Any) -> str:
+    return before * bool(reasons) + ", ".join(f"{reason}: {number}" for reason, number in sorted(reasons.items()))
 
 
 def build_report(handle: Any) -> Report:

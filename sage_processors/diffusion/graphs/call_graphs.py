@@ -1,0 +1,170 @@
+"""CUDA graphs of one function: a model's whole forward, or that of one of its blocks.
+
+Before a replay the module is compared with its state at the capture (model_state.py). Whatever speaks against a replay
+is a reason, and the call runs eagerly.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...patching.nested import UnknownValueError, kind_of, mapped, tensors_of
+from ...reporting.event_counter import EventCounter
+from .capture import CaptureError
+from .comparison import StateCopy
+from .model_state import ModelState, obstacle, refresh_weights
+
+
+logger = logging.getLogger("sage_processors")
+
+MOST_GRAPHS = 8  # of one function; the least recently used one is dropped
+MOST_KINDS = 64  # kinds of calls with counted steps
+FEW_REPLAYS, MOST_CHANGES = 8, 3  # a module that changes so soon, so often, is not captured any more
+
+
+@dataclass
+class Graph:
+    """One captured call.
+
+    Attributes:
+        places: the input tensors it reads, in the order of the call's tensors.
+        results: the results it overwrites.
+        replay: runs it.
+        state: the module's state at the capture.
+        calls: (counter of a linear layer, event, number of calls) that a replay has to count on the host.
+        compared: the run in which it was last compared with an eager call; None before the first time.
+        replays: number of replays so far.
+    """
+
+    places: list[torch.Tensor]
+    results: Any
+    replay: Callable[[], None]
+    state: ModelState
+    calls: list[tuple[EventCounter, int, int]]
+    compared: int | None = None
+    replays: int = 0
+
+
+class CallGraphs:
+    """The CUDA graphs of one function, one for each kind of call.
+
+    A kind is made of the shapes and dtypes of tensors, the values of other arguments, and what `owner.precision` says.
+
+    Args:
+        owner: the ModelGraphs. module: the model or block. call: its eager forward.
+        warm_up: eager steps of a kind before a capture.
+    """
+
+    def __init__(self, owner: Any, module: nn.Module, call: Callable[..., Any], warm_up: int):
+        self._owner, self.module, self.call, self._warm_up = owner, module, call, warm_up
+        self.is_block = module is not owner.model
+        self.graphs: dict[tuple[Any, ...], Graph] = {}
+        self._steps: dict[Any, list[Any]] = {}
+        self._refused: dict[tuple[Any, ...], str] = {}
+        self._early_changes = 0
+
+    def forget(self) -> None:
+        """Drop all graphs, counted steps and refusals."""
+        self.graphs.clear()
+        self._steps.clear()
+        self._refused.clear()
+
+    def give_up(self, kind: tuple[Any, ...], graph: Graph, reason: str) -> None:
+        """Drop a graph, and run calls of its kind eagerly from now on."""
+        if self.graphs.get(kind) is graph:
+            del self.graphs[kind]
+        self._refuse(kind, reason)
+
+    def find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Graph] | str:
+        """Return the kind of a call and its graph, captured if need be; or the reason against it."""
+        try:
+            given, tensors = kind_of((args, kwargs)), list(tensors_of((args, kwargs)))
+        except UnknownValueError:
+            return "arguments"
+        if any(x.device != self._owner.device for x in tensors):
+            return "arguments"
+        kind = (*self._owner.precision(), given)
+        if kind in self._refused:
+            return self._refused[kind]
+        graph = self.graphs.pop(kind, None)
+        if graph is not None:
+            refresh_weights(graph.state.in_8_bit)
+            if not graph.state.holds():
+                self._early_changes += graph.replays < FEW_REPLAYS
+                self._owner.has_changed(self)
+                return "changed"
+        else:
+            if not self.is_warm(kind):
+                return "warm_up"
+            if self._early_changes >= MOST_CHANGES:
+                return "changed"
+            reason = obstacle(self.module, self._owner.device, is_block=self.is_block)
+            found = reason or self._captured(kind, args, kwargs)
+            if isinstance(found, str):
+                return found
+            graph = found
+        self.graphs[kind] = graph  # the newest is the last
+        while len(self.graphs) > MOST_GRAPHS:
+            del self.graphs[next(iter(self.graphs))]
+        return kind, graph
+
+    def is_warm(self, kind: Any) -> bool:
+        """True if calls of a kind were seen in enough steps. Without a scheduler each call is a step."""
+        running = self._owner.step()
+        steps = self._steps[kind] = self._steps.pop(kind, [])
+        if len(self._steps) > MOST_KINDS:
+            del self._steps[next(iter(self._steps))]
+        if len(steps) <= self._warm_up and running not in steps:
+            steps.append(running)
+        return len(steps) > self._warm_up
+
+    def _refuse(self, kind: tuple[Any, ...], reason: str) -> str:
+        self._refused[kind] = reason
+        while len(self._refused) > MOST_KINDS:
+            del self._refused[next(iter(self._refused))]
+        return reason
+
+    def _captured(self, kind: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph | str:
+        """Capture a call. Returns the reason if that fails; all state is as before then."""
+        owner, before = self._owner, None
+        reason = owner.refusal_of(type(self.module), kind)
+        if reason:
+            return self._refuse(kind, reason)
+        try:
+            refresh_weights(self.module.modules())
+            owner.prepare_capture()
+            before = StateCopy(owner.denoiser)
+            places = owner.new_places() if self.is_block else torch.clone
+            given = list(tensors_of((args, kwargs)))
+            args, kwargs = mapped((args, kwargs), places)
+            inputs = list(tensors_of((args, kwargs)))
+            owner.fill(inputs, given)
+            writes = [x._version for x in inputs if not x.is_inference()]
+            results, replay = owner.record(lambda: self.call(*args, **kwargs))
+            calls = before.linear_calls() if self.is_block and owner.device.type == "cuda" else []
+            before.restore()  # a capture runs nothing
+            if writes != [x._version for x in inputs if not x.is_inference()]:
+                return self._refuse(kind, "arguments")  # a replay would write to its own inputs, not to the caller's
+            kind_of(results)
+            state = ModelState(self.module)
+        except UnknownValueError:  # can't be copied, so the next replay would overwrite the caller's results
+            return self._refuse(kind, "results")
+        except Exception as error:  # mostly a forward that waits for the GPU
+            if before is not None:
+                before.restore()
+            return self._refuse(kind, self._failed(kind, error))
+        if not owner.has_room():
+            return "memory"
+        return Graph(inputs, results, replay, state, calls)
+
+    def _failed(self, kind: tuple[Any, ...], error: Exception) -> str:
+        """Log a failed capture. Returns the reason."""
+        error = error if isinstance(error, CaptureError) else CaptureError(error)
+        self._owner.note_failure(type(self.module), kind, error)
+        return error.reason
