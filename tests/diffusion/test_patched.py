@@ -24,7 +24,7 @@ from tests.diffusion.calls.test_processors import (
     sage_attention_module,
     sqnr_db,
 )
-from tests.diffusion.graphs.test_model_graphs import captures
+from tests.support.cpu_graphs import captures
 from tests.support.tiny_models import MODELS
 
 

@@ -1,4 +1,4 @@
-"""CUDA graphs of whole forwards, and the check that a model is unchanged since the capture.
+"""CUDA graphs of forwards and blocks, and the checks that a replay is what an eager call would be.
 
-May import host/, linears/, patching/ and postponed/; nothing else of diffusion/.
+May import host/, linears/, patching/, postponed/ and reporting/; nothing else of diffusion/.
 """

@@ -96,9 +96,12 @@ class Verdicts:
         self._new: list[tuple[torch.Tensor, Any, Callable[[], None]]] = []
         self._sent: list[tuple[torch.Tensor, Any, list[tuple[Any, Callable[[], None]]]]] = []
 
-    def add(self, differs: torch.Tensor, module: Any, drop: Callable[[], None]) -> None:
-        """Note a comparison: differs, bool [] on the device. drop(): gives the module's graph up."""
-        self._new.append((differs, module, drop))
+    def add(self, expected: Expected, results: Any, module: Any, drop: Callable[[], None]) -> None:
+        """Compare a replay's results with the expected ones. drop(): gives the module's graph up."""
+        try:
+            self._new.append((expected.differs(results), module, drop))
+        except RuntimeError as error:  # no memory for it
+            logger.debug("graphs: a replay is not compared: %s", error)
 
     def send(self) -> None:
         """Copy new comparisons to the host. Does not wait for them."""

@@ -116,10 +116,10 @@ class ModelGraphs:
         self._without_room.clear()
         self._let_go()
 
-    def _let_go(self) -> None:
-        """Drop all graphs, and the memory that they shared."""
+    def _let_go(self, *, is_warm: bool = False) -> None:
+        """Drop all graphs, and the memory that they shared. is_warm: capture again at once where they are needed."""
         for graphs in (self.whole, *self.blocks.values()):
-            graphs.forget()
+            graphs.graphs.clear() if is_warm else graphs.forget()
         self._places.clear()
         self._held.clear()
         self._shapes.clear()
@@ -211,20 +211,20 @@ class ModelGraphs:
             self._shape, self._is_tidy = self._kind_of_forward(args, kwargs), False
         if self._shape in self._without_room:
             return "memory"
+        compared = None
         try:
             found = graphs.find(args, kwargs)
+            if isinstance(found, str):
+                return found
+            kind, graph = found
+            self._shapes.add(self._shape)
+            if not self._is_first and (graph.compared is None or self._run - graph.compared >= EVERY):
+                graph.compared = self._run
+                compared = expected_of(self.denoiser, lambda: graphs.call(*args, **kwargs))
+            self.fill(graph.places, list(tensors_of((args, kwargs))))
         except Exception as error:  # what only helps must not end the run
             self.note_failure(type(graphs.module), (), CaptureError(error))
             return "not_capturable"
-        if isinstance(found, str):
-            return found
-        kind, graph = found
-        self._shapes.add(self._shape)
-        given, compared = list(tensors_of((args, kwargs))), None
-        if not self._is_first and (graph.compared is None or self._run - graph.compared >= EVERY):
-            graph.compared = self._run
-            compared = expected_of(self.denoiser, lambda: graphs.call(*args, **kwargs))
-        self.fill(graph.places, given)
         graph.replay()
         graph.replays += 1
         for counter, event, calls in graph.calls:
@@ -232,7 +232,7 @@ class ModelGraphs:
         results = mapped(graph.results, torch.clone)  # the next replay overwrites the originals
         if compared is not None:
             drop = functools.partial(graphs.give_up, kind, graph, "differs")
-            self._verdicts.add(compared.differs(results), graphs.module, drop)
+            self._verdicts.add(compared, results, graphs.module, drop)
         return (results,)
 
     def _kind_of_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -340,7 +340,7 @@ class ModelGraphs:
             return True
         if not self._shapes - {self._shape}:
             self._without_room.add(self._shape)
-        self._let_go()
+        self._let_go(is_warm=True)
         return False
 
     def new_places(self) -> Callable[[torch.Tensor], torch.Tensor]:

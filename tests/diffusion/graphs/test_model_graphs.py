@@ -1,7 +1,6 @@
 """Forwards from CUDA graphs draw what eager ones draw, whatever changes in between; what can't be replayed is counted.
 
-On a CPU two things stand in for a capture: `Recorder`, whose replays compute what was captured, on its tensors,
-and `frozen`, whose replays leave what was computed then, so that one too many shows.
+What stands in for captures on a CPU is in tests/support/cpu_graphs.py.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import diffusers
 import pytest
 import torch
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 import sage_processors as sp
 from sage_processors.diffusion.graphs.call_graphs import MOST_GRAPHS, MOST_KINDS
@@ -25,47 +23,8 @@ from sage_processors.linears.weights.linear_state import linear_state
 from sage_processors.patching import nested
 from tests.diffusion.test_apply_pipelines import flux_pipe
 from tests.diffusion.test_lifecycle import accelerate_offload, group_offload
+from tests.support.cpu_graphs import OnCpu, Recorder, captures, frozen, options
 from tests.support.tiny_models import MODELS
-
-
-class Recorder:
-    """In the place of CUDA. Attributes: captures: so far."""
-
-    def __init__(self):
-        self.captures = 0
-
-    def __call__(self, run):
-        self.captures += 1
-        results = tree_map_only(torch.Tensor, torch.clone, run())
-
-        def replay():
-            for place, result in zip(tree_leaves(results), tree_leaves(run()), strict=True):
-                if isinstance(place, torch.Tensor):
-                    place.copy_(result)
-
-        return results, replay
-
-
-class OnCpu(ModelGraphs):
-    """Whose graphs are what `record` makes."""
-
-    device_type = "cpu"
-
-    def __init__(self, handle, denoiser, record):
-        super().__init__(handle, denoiser)
-        self.record = record
-
-
-def options(**kwargs):
-    return sp.SageAttnProcessor(min_tokens=1, **kwargs)
-
-
-def captures(handle, index=0) -> tuple[ModelGraphs, Recorder]:
-    """As graphs="auto", with a recorder."""
-    recorder = Recorder()
-    graphs = OnCpu(handle, handle._denoisers[index], recorder)
-    handle._denoisers[index].use_graphs(graphs)
-    return graphs, recorder
 
 
 @pytest.fixture
@@ -138,12 +97,6 @@ def test_many_kinds_are_not_kept_for_ever():
 
 
 # --- what a graph takes for granted ---
-
-
-def frozen(run):
-    """In the place of CUDA: every replay leaves what was computed when it was captured."""
-    results = run()
-    return results, lambda: None
 
 
 def replayed_model(name="flux", record=frozen, before=lambda model: None, **kwargs):
