@@ -1,4 +1,4 @@
-"""Small trained models for sage-processors: two pipelines, a language model, a picture classifier.
+"""Small trained models for sage-processors: three pipelines, a language model, a picture classifier.
 
 Contains only data, which `sage_processors.pipelines` finds.
 """

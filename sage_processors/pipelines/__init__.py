@@ -1,6 +1,4 @@
-"""Small trained models: `tiny_sd` in this folder, all others in the package sage-processors-demo.
-
-A checkout has that package in demo/.
+"""Small trained models, in the package sage-processors-demo. A checkout has it in demo/.
 
 The pipelines are diffusers `save_pretrained` folders. Two draw coloured shapes at 128x128 pixels ("a red circle on a
 blue background"); `examples/train_tiny.py` trained them. `tiny_wan` draws clips ("a red square moving left on a white
@@ -16,8 +14,8 @@ from typing import Any
 
 PIPELINES = ("tiny_flux", "tiny_sd")  # draw pictures
 VIDEOS = ("tiny_wan",)  # draw clips
-_HERE = Path(__file__).resolve().parent
-_MORE = "sage_processors_demo"
+_CHECKOUT = Path(__file__).resolve().parents[2]
+_PACKAGE = "sage_processors_demo"
 # tiny_flux needs guidance to draw clean shapes. It was trained for it, with one prompt in ten left empty.
 _CALL_ARGUMENTS: dict[str, dict[str, Any]] = {
     "tiny_flux": {"negative_prompt": "", "true_cfg_scale": 3.0},
@@ -27,10 +25,8 @@ _CALL_ARGUMENTS: dict[str, dict[str, Any]] = {
 
 def folder(name: str) -> Path:
     """Return the folder of an embedded model. It may not exist, if sage-processors-demo is not installed."""
-    if (_HERE / name).is_dir():
-        return _HERE / name
-    checkout = _HERE.parent.parent / "demo" / _MORE
-    installed = None if checkout.is_dir() else importlib.util.find_spec(_MORE)
+    checkout = _CHECKOUT / "demo" / _PACKAGE
+    installed = None if checkout.is_dir() else importlib.util.find_spec(_PACKAGE)
     if installed is not None and installed.origin is not None:
         return Path(installed.origin).resolve().parent / name
     return checkout / name
@@ -43,7 +39,7 @@ def installed_folder(name: str) -> Path:
     """
     found = folder(name)
     if not found.is_dir():
-        raise ImportError(f'{name} is in another package: pip install "sage-processors[demo]"', name=_MORE)
+        raise ImportError(f'{name} is in another package: pip install "sage-processors[demo]"', name=_PACKAGE)
     return found
 
 

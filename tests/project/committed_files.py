@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 MAX_BYTES = 2_000_000
-TRAINED = ("demo/sage_processors_demo/", "sage_processors/pipelines/")
+TRAINED = ("demo/sage_processors_demo/",)
 MARKS = re.compile(r"^(<{7} |={7}$|>{7} )", re.M)
 
 
