@@ -46,7 +46,10 @@ def sdist(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def environment(sdist, tmp_path_factory) -> Path:
-    """A virtual environment with the wheel of the sdist and that of the small models. What it requires comes from here; this checkout does not."""
+    """A virtual environment with the wheels of the sdist and of the small models.
+
+    What they require comes from here; this checkout does not.
+    """
     folder = tmp_path_factory.mktemp("installed")
     with tarfile.open(sdist) as packed:
         packed.extractall(folder / "source", filter="data")
