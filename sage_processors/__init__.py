@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from .diffusion.host.model_methods import add_model_methods
 from .diffusion.host.pipeline_method import add_pipeline_method
 from .option_groups import Keep, LayerRule, Linears, Scaling, Skip
 from .options import SageAttnProcessor, read_policies_with
@@ -98,6 +99,7 @@ def _imported_when_called(name: str) -> Callable[..., Any]:
 
 
 add_pipeline_method(_imported_when_called("apply"))
+add_model_methods(_imported_when_called("apply"))
 read_policies_with(_imported_when_called("read_policy"))
 
 

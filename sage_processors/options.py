@@ -295,6 +295,6 @@ class SageAttnProcessor:
         raise TypeError(
             "processor: got SageAttnProcessor itself on an attention module, expected one processor per module; "
             "write pipe.set_attn_processor(sage_processors.SageAttnProcessor(...)) for a pipeline, or "
-            "sage_processors.apply(model, sage_processors.SageAttnProcessor(...)) for a model. "
+            "model.set_attn_processor(...) or sage_processors.apply(model, ...) for a model. "
             "Load the model again first: its own processors were replaced"
         )

@@ -16,7 +16,7 @@ from sage_kernels.planning.rules import rule_for
 from sage_kernels.planning.state import ScaleState, Site
 
 from ..linears.leftovers import take_out_leftovers
-from ..linears.swap import LinearSwap
+from ..linears.swap import LinearSwap, swap_of
 from ..torch_modes import AsUnderNoGrad
 from .calls.call_reasons import layer_reason
 from .calls.processor_state import ProcessorState
@@ -121,8 +121,12 @@ class Denoiser:
 
     def _swap_linears(self) -> None:
         config = self.config
+        kept = swap_of(self.model)
         if self.linears is not None:
             self.linears.refresh()
+        elif kept is not None and kept.dropped and kept.serves(config.linears, config.rules("linears")):
+            self.linears = kept
+            kept.count_anew()
         elif any(format != "none" for format in (config.linears.format, *dict(config.rules("linears")).values())):
             self.linears = LinearSwap(
                 self.model, linears=config.linears.format, layers=config.rules("linears"),
@@ -357,9 +361,9 @@ class Denoiser:
     def uninstall(self) -> None:
         """Put the original processors and linear layers back. Processors set by others stay."""
         self.use_graphs(None)
-        if self.linears is not None:
+        if self.linears is not None and not self.linears.dropped:
             self.linears.remove()
-            self.linears = None
+        self.linears = None
         self._head_norms.remove()
         for hook in self._hooks:
             hook.remove()

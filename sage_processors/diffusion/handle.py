@@ -11,24 +11,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from sage_kernels.planning.rules import FROM_TABLE, NEED_RUNS
+from sage_kernels.planning.rules import FROM_TABLE
 
 from ..linears.swap import swap_of
-from ..linears.swap_checks import check_patterns_of
-from ..linears.weights.layers import choose
-from ..option_groups import OF_ATTENTION, Keep
 from ..options import SageAttnProcessor
-from ..unsupported import REMEDIES
 from .auto_rotation import AutoRotation
+from .checks import check_swapped, refuse_bare_options, warn_of_idle_layers
 from .denoiser import Denoiser
 from .graphs.model_graphs import ModelGraphs, can_replay
-from .host.discovery import attention_modules, denoisers, input_device, is_pipeline, unwrap
+from .host.discovery import denoisers, input_device, is_pipeline, unwrap
 from .host.pipeline_method import listen
 from .host.root_hook import RootHook
 from .reports.report import Report, build_report
 from .reports.warm_up import KernelsAhead, WarmUp, warm_up
 from .steps.following import Following
-from .steps.windows import Steps, check_patterns
+from .steps.windows import Steps
 
 
 if TYPE_CHECKING:
@@ -36,6 +33,11 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger("sage_processors")
+
+_REMOVED = "This handle was removed: the models run their original attention."
+_STAY = (
+    "{0}: {1} linear layers stay in 8 bit, since their 16-bit weights were dropped; load the model again for these."
+)
 
 
 class Handle:
@@ -61,16 +63,11 @@ class Handle:
         self._probe: Probe | None = None
         self._rotation = AutoRotation(self)
         self._kernels = KernelsAhead()
+        self._last_report = Report([], [_REMOVED])
         try:
             self.refresh()
-            if not any(denoiser.layers for denoiser in self._denoisers):
-                found = ", ".join(f"{p.name or 'the model'} ({type(p.model).__name__})" for p in self._denoisers)
-                raise ValueError(
-                    f"{'pipe' if self._pipe else 'model'}: got no attention processor that calls "
-                    f"scaled_dot_product_attention in {found}, expected a diffusers model with at least one"
-                )
-            self._check_options()
-            self._warn_of_idle_layers()
+            check_swapped(self)
+            warn_of_idle_layers(self)
             for denoiser in self._denoisers:
                 self._kernels.swapped(denoiser)
             for denoiser in self._denoisers if config.linears.drop_weights else ():
@@ -80,48 +77,14 @@ class Handle:
             self.remove()  # leave nothing half swapped
             raise
 
-    def _check_options(self) -> None:
-        names = [name for denoiser in self._denoisers for name in denoiser.layer_names()]
-        for option in OF_ATTENTION:
-            check_patterns("layers", [pattern for pattern, _ in self.config.rules(option)], names)
-        if self.config.rules("linears"):
-            names = [
-                x.name
-                for denoiser in self._denoisers
-                for x in choose(denoiser.model, label=denoiser._label, linears="none")
-            ]
-            check_patterns_of(self.config, names)
-        if self.following.followed:
-            return
-        without = "a model without a pipeline" if self._pipe is None else "a pipeline without a scheduler"
-        expected = "expected a pipeline, whose scheduler says where a run is"
-        if self.config.scaling.name in NEED_RUNS:
-            raise ValueError(f'scaling: got "{self.config.scaling.name}" for {without}, {expected}')
-        if "auto" in (self.config.rotation, *(rotation for _, rotation in self.config.rules("rotation"))):
-            raise ValueError(f'rotation: got "auto" for {without}, {expected}')
-        if self.config.skip is not None:
-            raise ValueError(f"skip: got {self.config.skip} for {without}, {expected}")
-        if self.config.keep != Keep():
-            raise ValueError(f"keep: got {self.config.keep} for {without}, {expected}")
-        for pattern, noise in self.config.rules("keep_noise"):
-            if noise:
-                raise ValueError(f"layers[{pattern!r}]: got keep_noise {noise} for {without}, {expected}")
-
-    def _warn_of_idle_layers(self) -> None:
-        """Warn of models in which layers are already known to run in 16 bit, before a run shows it."""
-        for denoiser in self._denoisers:
-            name = denoiser.name or type(denoiser.model).__name__
-            against = denoiser.reasons_against()
-            if against and all(against.values()):
-                found = ", ".join(dict.fromkeys(against.values()))
-                logger.warning("%s: got a model in which no attention layer can run in INT8 (%s)", name, found)
-            elif self.config.training != "int8" and any(layer.module.training for layer in denoiser.layers):
-                logger.warning("%s: got a model in which some layers run in 16 bit: %s", name, REMEDIES["training"])
-
     def report(self) -> Report:
-        """Report per layer the recipe, scaling, calls, 16-bit calls with reasons, and clipped fraction. Syncs."""
-        if self._active:
-            self._follow_schedulers()
+        """Report per layer the recipe, scaling, calls, 16-bit calls with reasons, and clipped fraction. Syncs.
+
+        After `remove`, or the end of a with block, it is the report of what ran until then.
+        """
+        if not self._active:
+            return self._last_report
+        self._follow_schedulers()
         with self.lock:
             return build_report(self)
 
@@ -147,10 +110,10 @@ class Handle:
             denoiser.uninstall()
             self._denoisers.remove(denoiser)
         for name, model in models.items():
-            _refuse_bare_options(model)
+            refuse_bare_options(model)
             known = next((p for p in self._denoisers if p.name == name), None)
             lone = swap_of(model) if known is None else None
-            if lone is not None:  # made by quantize_linears; the handle's options replace it
+            if lone is not None and not lone.dropped:  # made by quantize_linears; the handle's options replace it
                 lone.remove()
             denoiser = Denoiser(name, model, self.config, self) if known is None else known
             if known is None:
@@ -275,12 +238,22 @@ class Handle:
     def remove(self) -> None:
         """Put the original processors and linear layers back. A second call does nothing.
 
-        Raises: RuntimeError if 16-bit weights were dropped (drop_weights=True); nothing is changed then.
+        Linear layers of a model whose 16-bit weights were dropped (drop_weights=True) stay in 8 bit, as nothing is
+        there to put back. The log and the report say so; a later `apply` with the same `linears` takes them over.
         """
-        for denoiser in self._denoisers:
-            if denoiser.linears is not None:
-                denoiser.linears.refuse_dropped()
-        self._active = False
+        if not self._active:
+            return
+        try:
+            report = self.report()
+        except Exception as error:  # such as an error of the GPU: the model must be given back all the same
+            logger.warning("handle: got no last report: %s", error)
+            report = Report([], [])
+        stay = {p.name or type(p.model).__name__: p.linears.dropped for p in self._denoisers if p.linears is not None}
+        said = [_STAY.format(name, number) for name, number in stay.items() if number]
+        for line in said:
+            logger.warning("%s", line)
+        report.notes[:0] = [_REMOVED, *said]
+        self._last_report, self._active = report, False
         if self._probe is not None:
             self._probe.stop()
         self.following.stop()
@@ -388,12 +361,3 @@ def tell_handles(pipe: Any) -> None:
 
 
 listen(tell_handles)
-
-
-def _refuse_bare_options(model: Any) -> None:
-    for name, module in attention_modules(model):
-        if isinstance(module.processor, SageAttnProcessor):
-            raise TypeError(
-                f"model: got a SageAttnProcessor as the processor of {name!r}, expected the model's own processors; "
-                "load the model again and give the options to pipe.set_attn_processor or sage_processors.apply"
-            )

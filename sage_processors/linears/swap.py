@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from ..option_groups import LinearFormat
+from ..option_groups import LinearFormat, Linears
 from ..patching.block_state import has_place
 from ..patching.on_import import when_imported
 from ..patching.patched import Owner, is_left
@@ -321,14 +321,27 @@ class LinearSwap:
         """
         if not self._active:
             return
-        self.refuse_dropped()
-        self._put_back()
-
-    def refuse_dropped(self) -> None:
-        """Raise RuntimeError if a 16-bit weight was dropped, so that the layers can't be put back."""
-        for _, state in self._states.values():
+        for state in self.states():
             if state.dropped:
                 raise RuntimeError(DROPPED.format(state.label))
+        self._put_back()
+
+    @property
+    def dropped(self) -> int:
+        """Number of layers whose 16-bit weight was dropped."""
+        return sum(state.dropped for state in self.states())
+
+    def serves(self, linears: Linears, layers: tuple[tuple[str, str], ...]) -> bool:
+        """Return True if these options ask for no other 8-bit layers than this swap has."""
+        asked = {"linears": linears.format, "layers": layers, "min_features": linears.min_features}
+        return (linears.format == "none" and not layers) or asked == self._options
+
+    def count_anew(self) -> None:
+        """Set all counts to zero."""
+        self.count_known_forwards()
+        self.unseen_forwards = self._shared.forwards = 0
+        for state in self.states():
+            state.events.zero()
 
     def _put_back(self) -> None:
         self._active = self._owner.is_there = False

@@ -17,6 +17,7 @@ from diffusers.models.attention_dispatch import dispatch_attention_fn
 
 import sage_processors as sp
 from sage_processors.diffusion.calls import processors, sage_class
+from sage_processors.diffusion.host.discovery import attention_modules
 from tests.diffusion.calls.test_processors import attention_inputs, counted, forward, sqnr_db
 from tests.diffusion.test_apply import processors_of
 from tests.diffusion.test_apply_pipelines import flux_pipe, sd_controlnet_pipe
@@ -175,7 +176,7 @@ def test_P08_what_was_set_meanwhile_is_kept_when_the_original_objects_return():
 def test_P08_an_apply_that_fails_leaves_nothing_behind():
     good, bad = MODELS["flux"]()[0], MODELS["unet_sd15"]()[0]
     original = processors_of(good)
-    bad.set_attn_processor(sp.SageAttnProcessor())
+    next(attention_modules(bad))[1].processor = sp.SageAttnProcessor()
     pipe = type("Pipe", (), {"components": {"transformer": good, "unet": bad, "scheduler": None}})()
     with pytest.raises(TypeError, match="load the model again"):
         sp.apply(pipe)

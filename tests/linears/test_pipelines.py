@@ -125,20 +125,6 @@ def test_patterns_that_match_nothing_leave_the_model_alone(format):
     assert all(type(module) is nn.Linear for module in model.modules() if isinstance(module, nn.Linear))
 
 
-def test_a_handle_without_16_bit_weights_can_not_be_removed():
-    model, inputs = MODELS["flux"]()
-    with torch.no_grad():
-        expected = model(**inputs, return_dict=False)[0]
-        handle = sp.apply(
-            model, sp.SageAttnProcessor(scaling="dynamic", linears=sp.Linears(min_features=0, drop_weights=True))
-        )
-        for call in (handle.remove, lambda: sp.apply(model)):
-            with pytest.raises(RuntimeError, match="16-bit weights were dropped"):
-                call()
-        assert relative_error(model(**inputs, return_dict=False)[0], expected) < 0.05
-    assert handle.report().calls and handle.report().linears.calls  # still all in 8 bit
-
-
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_every_family_within_quantisation(name):
     model, inputs = MODELS[name]()

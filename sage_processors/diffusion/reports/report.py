@@ -332,8 +332,8 @@ def _listed(before: str, reasons: Any) -> str:
 
 
 def build_report(handle: Any) -> Report:
-    """Read the counters of a handle. Waits for the device once per layer and state."""
-    notes = [] if handle._active else ["This handle was removed: the models run their original attention."]
+    """Read the counters of a live handle. Waits for the device once per layer and state."""
+    notes: list[str] = []
     rows = []
     for denoiser in handle._denoisers:
         rows += [*_denoiser_rows(denoiser, handle._rotation), *_guest_rows(denoiser)]
@@ -359,10 +359,10 @@ def build_report(handle: Any) -> Report:
             )
     if handle.following.overlaps:
         notes.append(f"{handle.following.overlaps} steps of runs that overlap in several threads: {OVERLAP_REMEDY}.")
-    if handle._active and handle._pipe and handle._pipe() is None:
+    if handle._pipe and handle._pipe() is None:
         notes.append("The pipeline of this handle was garbage-collected: the models that others keep stay swapped.")
     swapped = [denoiser.model for denoiser in handle._denoisers]
-    for name, model in (handle._models() if handle._active else {}).items():
+    for name, model in handle._models().items():
         if not any(model is known for known in swapped):
             notes.append(f"{name} came after the swap and runs its original attention; handle.refresh() swaps it.")
     swaps = [denoiser.linears for denoiser in handle._denoisers if denoiser.linears is not None]

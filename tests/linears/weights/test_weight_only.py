@@ -360,5 +360,5 @@ def test_through_the_handle():
     found = {row["layer"]: row["format"] for row in handle.report().linears.rows}
     assert found["transformer_blocks.0.norm1.linear"] == found["norm_out.linear"] == "int8_weights"
     assert found["x_embedder"] is found["proj_out"] is found["context_embedder"] is None
-    with pytest.raises(RuntimeError, match="16-bit weights were dropped"):
-        handle.remove()
+    handle.remove()
+    assert "stay in 8 bit" in str(handle.report())
