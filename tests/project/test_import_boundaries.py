@@ -130,6 +130,7 @@ BELOW = {
 }
 FRONT_DOORS = {  # the package itself, and what runs it as a command, are above all rooms
     ("sage_processors", "sage_processors.diffusion.host.pipeline_method"),
+    ("sage_processors", "sage_processors.diffusion.host.model_methods"),
     ("sage_processors.__main__", "sage_processors.cli.main"),
 }
 
