@@ -15,6 +15,7 @@ from ..heads.postponed_heads import HeadSource
 from ..host.dispatcher import without_ours
 from ..host.patches import Patches
 from ..steps.windows import Window
+from .short_calls import ShortCalls
 
 
 class CallSite:
@@ -72,6 +73,7 @@ class ProcessorState:
         lock: of the handle, held while a call counts in a plan's statistics; None without a handle.
         patches: tells if attention was replaced since the swap; shared by a handle's layers of the same class.
         waiting: source of the postponed results of norms and rotary embedding in front of attention.
+        short: kinds of calls whose attention is all short.
         events: counts of processors.EVENTS, calls and reasons for 16 bit.
         sites: one CallSite for each attention call in the processor's code.
         sent: bytes sent to other devices.
@@ -101,6 +103,7 @@ class ProcessorState:
         self.window, self.patches = window, patches
         self.lock: Any = lock
         self.waiting = HeadSource(layer)
+        self.short = ShortCalls()
         self.events = events
         self.sites = tuple(CallSite() for _ in range(sites))
         self.sent = 0

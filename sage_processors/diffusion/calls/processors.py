@@ -67,13 +67,13 @@ _logged: set[tuple[str, str]] = set()
 
 
 class _Running(threading.local):
-    """The processor that runs in this thread, its attention calls so far, and if its module trains."""
+    """The processor that runs in this thread, its attention calls so far, short ones, and if its module trains."""
 
     def __init__(self) -> None:
         # Called once in every thread. With class attributes, Dynamo would guard on the instance's dict being empty,
         # and recompile.
         self.processor: Any = None
-        self.calls, self.training = 0, False
+        self.calls, self.short, self.training = 0, 0, False
 
 
 _running = _Running()
@@ -129,8 +129,16 @@ def _fall_back(own: ProcessorState, reason: str, remedy: str = "") -> None:
     if own.config.on_unsupported == "raise" and reason not in CHOSEN:
         raise UnsupportedAttentionError(own.layer, reason, remedy)
     own.events.add(_EVENT.get(reason, _EVENT["other"]))
+    if reason == "short" and not torch.compiler.is_compiling():
+        _running.short += 1
     if not torch.compiler.is_compiling() and reason not in CHOSEN:
         _log_once(own.layer, reason, remedy)
+
+
+def count_short(own: ProcessorState, calls: int) -> None:
+    """Count attention calls known to be short (short_calls.py), which run outside of this module."""
+    for _ in range(calls):
+        own.events.add(_EVENT["short"])
 
 
 def _attend(

@@ -23,7 +23,7 @@ from ...unsupported import PAG_REMEDY
 from ..heads.rotary import is_rotary
 from ..host.patches import Binding, Patches
 from .processor_state import ProcessorState
-from .processors import EVENTS, STAND_INS
+from .processors import EVENTS, STAND_INS, count_short
 from .processors import _fall_back as fall_back
 from .processors import _running as running
 
@@ -125,17 +125,29 @@ def _sage_class(base: Any, fn: types.FunctionType) -> Any:
         if own.patches.found:
             fall_back(own, "patched")
             return base.__call__(self, *args, **kwargs)
-        outer, outer_calls, outer_training = running.processor, running.calls, running.training
-        running.processor, running.calls, running.training = self, 0, getattr(module, "training", False) is True
+        kind = None if torch.compiler.is_compiling() else own.short.kind(self, args, kwargs)
+        if calls := own.short.known(kind):
+            count_short(own, calls)
+            return base.__call__(self, *args, **kwargs)
+        outer = running.processor, running.calls, running.short, running.training
+        running.processor, running.calls, running.short = self, 0, 0
+        running.training = getattr(module, "training", False) is True
         try:
-            if not has_rotary or torch.compiler.is_compiling() or current() is not None:
-                return binding.inner(self, *args, **kwargs)
-            if not own.waiting.is_closed(module, args, kwargs):
-                return binding.inner(self, *args, **kwargs)
-            with opened():
-                return ordinary(binding.inner(self, *args, **kwargs))
+            if (
+                not has_rotary
+                or torch.compiler.is_compiling()
+                or current() is not None
+                or not own.waiting.is_closed(module, args, kwargs)
+            ):
+                out = binding.inner(self, *args, **kwargs)
+            else:
+                with opened():
+                    out = ordinary(binding.inner(self, *args, **kwargs))
+            if kind is not None:
+                own.short.note(kind, running.calls, running.short)
+            return out
         finally:  # after an exception too
-            running.processor, running.calls, running.training = outer, outer_calls, outer_training
+            running.processor, running.calls, running.short, running.training = outer
 
     binding.face = __call__
     binding.look()
