@@ -66,7 +66,7 @@ def _watched_choice(choose, implementations):
     @functools.wraps(choose)
     def set_attn_implementation(self, attn_implementation, *args, **kwargs):
         wanted = {name for name in _names(attn_implementation) if name in implementations}
-        before = [(config, config._attn_implementation) for config in _configs(self)] if wanted else []
+        before = [(config, config._attn_implementation) for config in configs_of(self)] if wanted else []
         result = choose(self, attn_implementation, *args, **kwargs)
         try:
             refuse_unused(self, wanted, implementations)
@@ -86,7 +86,7 @@ def _watched_load(load, implementations):
     def from_pretrained(cls, *args, **kwargs):
         result = load(cls, *args, **kwargs)
         model = result[0] if isinstance(result, tuple) else result  # with output_loading_info
-        wanted = {config._attn_implementation for config in _configs(model)}
+        wanted = {config._attn_implementation for config in configs_of(model)}
         refuse_unused(model, {name for name in wanted if name in implementations}, implementations)
         return result
 
@@ -130,7 +130,7 @@ def _layers(model):
     return (m for m in model.modules() if takes_implementations(m) and hasattr(m, "config"))
 
 
-def _configs(model) -> list:
+def configs_of(model) -> list:
     """Return the configs of the model and its parts, each once, a parent before its parts."""
     found: list = []
     waiting = [module.config for module in model.modules() if hasattr(module, "config")]

@@ -123,6 +123,11 @@ class Int8KVCache(Cache):
             return stored
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
+    @property
+    def is_compileable(self) -> bool:
+        """False: `generate` would compile anew for every cache. torch.compile of a static cache works."""
+        return False
+
     def get_mask_sizes(self, *args: Any, **kwargs: Any) -> Any:
         """Return a mask's sizes as transformers' method. Notes that a new forward may have begun."""
         self._newest_layer, self._asked_for_sizes = None, True

@@ -34,6 +34,7 @@ class Int8StaticLayer(Int8Layer):
         self.cumulative_length = torch.tensor(0, dtype=torch.int64, device="cpu")
         # None: compiled calls have added tokens, and only the device knows how many
         self._host_length: Any = 0
+        self._is_behind = False  # True: only the host has counted the newest tokens
 
     def get_seq_length(self):
         """Return the number of tokens seen.
@@ -41,7 +42,18 @@ class Int8StaticLayer(Int8Layer):
         It is 0 before the buffers are allocated, and then a tensor [] on the device, so compiled models don't
         specialise on it.
         """
+        self._catch_up()
         return self.cumulative_length if self.is_initialized else 0
+
+    def note_token(self, length: int) -> None:
+        """Note that a CUDA graph has stored a token, the last of `length`. The device is told when it matters."""
+        self._host_length, self._is_behind, self.is_empty = length, True, False
+
+    def _catch_up(self) -> None:
+        """Write the number of tokens to the device, if only the host knows it."""
+        if self._is_behind:
+            self.cumulative_length.fill_(self._host_length)
+            self._is_behind = False
 
     def get_max_length(self) -> int:
         """Return max_cache_len."""
@@ -59,6 +71,7 @@ class Int8StaticLayer(Int8Layer):
         In a compiled call the host can't tell that they do not fit. They are then not written, and attention returns
         NaN.
         """
+        self._catch_up()
         trial = self._trial()
         trial._prepare(key_states, value_states)
         number = key_states.shape[2]
@@ -155,6 +168,7 @@ class Int8StaticLayer(Int8Layer):
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the newest -tokens_to_remove tokens. tokens_to_remove: an int <= 0."""
         number = self._checked_crop(tokens_to_remove)
+        self._catch_up()
         if self.is_initialized and number:
             length = self._length() - number
             fields: dict[str, Any] = {"_host_length": length, "is_empty": length == 0}
@@ -167,7 +181,7 @@ class Int8StaticLayer(Int8Layer):
     def reset(self) -> None:
         """Forget all tokens. The buffers stay allocated."""
         self.cumulative_length.zero_()
-        self._host_length = 0
+        self._host_length, self._is_behind = 0, False
         self.is_empty, self.is_settled = True, False
 
     def activate_past_recording(self) -> None:
@@ -221,6 +235,7 @@ class Int8StaticLayer(Int8Layer):
         )  # fmt: skip
 
     def _stored(self, begin: int, owner) -> QuantizedKV:
+        self._catch_up()
         buffers = self._buffers()
         vectors = (self.k_mean, self.k_balance)
         parts = [*buffers, *vectors, self.cumulative_length, False, self.dtype, owner]
@@ -286,6 +301,7 @@ class Int8StaticSlidingLayer(Int8StaticLayer):
         If the new tokens overwrite older ones that they still see, it returns a copy of the codes in chronological
         order, taken before.
         """
+        self._catch_up()
         trial = self._trial()
         trial._prepare(key_states, value_states)
         number = key_states.shape[2]

@@ -11,6 +11,9 @@ without an error. Such a model gets `AddedMask`s.
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -198,6 +201,22 @@ def plain_mask(mask: torch.Tensor | None) -> torch.Tensor | None:
 def visible_mask(mask: Any) -> Any:
     """Return the mask that our attention uses: the `visible` of an AddedMask, any other mask unchanged."""
     return mask.visible if isinstance(mask, AddedMask) else mask
+
+
+_step = threading.local()
+
+
+@contextmanager
+def mask_of_step(mask: torch.Tensor | None) -> Iterator[None]:
+    """Make this the mask of every layer in a forward of one token over static buffers, without reading the device.
+
+    mask: bool [B, 1, 1, slots] for padding, or None; the buffers' own length hides their empty slots.
+    """
+    _step.mask = (mask,)
+    try:
+        yield
+    finally:
+        _step.mask = None
 
 
 def sage_mask(batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: int = 0, **options):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -10,6 +12,19 @@ from sage_kernels.compat import mark_static_address
 
 
 _counting = threading.Lock()  # one for all counters, as counters are copied together with their layers
+
+
+_thread = threading.local()
+
+
+@contextmanager
+def collected() -> Iterator[list[tuple[EventCounter, int, int]]]:
+    """Collect (counter, event, calls) of this thread's eager and captured calls, in place of counting them."""
+    before, _thread.events = getattr(_thread, "events", None), []
+    try:
+        yield _thread.events
+    finally:
+        _thread.events = before
 
 
 class EventCounter:
@@ -33,13 +48,20 @@ class EventCounter:
 
     def add(self, event: int) -> None:
         """Count one event, in an eager, compiled or captured call."""
-        if torch.compiler.is_compiling() or (self.traced.is_cuda and torch.cuda.is_current_stream_capturing()):
+        if torch.compiler.is_compiling():
+            self.traced[event].add_(1)
+        elif getattr(_thread, "events", None) is not None:
+            _thread.events.append((self, event, 1))
+        elif self.traced.is_cuda and torch.cuda.is_current_stream_capturing():
             self.traced[event].add_(1)
         else:
             self.add_eager(event)
 
     def add_eager(self, event: int, calls: int = 1) -> None:
         """Count events of calls that are neither compiled nor captured."""
+        if getattr(_thread, "events", None) is not None:
+            _thread.events.append((self, event, calls))
+            return
         with _counting:
             self.eager[event] += calls
 

@@ -1,0 +1,81 @@
+"""An Int8KVCache as the cache that `generate` makes, for models with a handle and for cache_implementation="int8"."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from transformers.generation import GenerationMixin, configuration_utils
+
+from .graphs.step_cache import bucket
+from .kv_cache import Int8KVCache
+from .names import IMPLEMENTATIONS
+
+
+INT8 = "int8"  # cache_implementation
+KEY = ("cache", "past_key_values")  # names of the argument in newer and older versions of transformers
+
+
+def give_caches() -> None:
+    """Let `generate` make an Int8KVCache where one is wanted. Repeating it changes nothing."""
+    known = getattr(configuration_utils, "ALL_CACHE_IMPLEMENTATIONS", None)
+    if isinstance(known, (tuple, list)) and INT8 not in known:
+        configuration_utils.ALL_CACHE_IMPLEMENTATIONS = (*known, INT8)
+    prepare: Any = vars(GenerationMixin).get("_prepare_cache_for_generation")
+    if prepare is not None and not hasattr(prepare, "gives_int8"):
+        wrapped: Any = _with_int8(prepare)
+        wrapped.gives_int8 = True
+        GenerationMixin._prepare_cache_for_generation = wrapped
+
+
+def _with_int8(prepare: Any) -> Any:
+    @functools.wraps(prepare)
+    def _prepare_cache_for_generation(
+        self: Any, generation_config: Any, model_kwargs: dict[str, Any], mode: Any, batch: Any, longest: Any, *rest: Any
+    ) -> Any:
+        asked = generation_config.cache_implementation
+        given = any(model_kwargs.get(name) is not None for name in KEY)
+        if given or generation_config.use_cache is False or asked not in (None, INT8) or not _takes(self, asked):
+            return prepare(self, generation_config, model_kwargs, mode, batch, longest, *rest)
+        generation_config.cache_implementation = None
+        try:
+            result = prepare(self, generation_config, model_kwargs, mode, batch, longest, *rest)
+        finally:
+            generation_config.cache_implementation = asked
+        name = next((name for name in KEY if model_kwargs.get(name) is not None), None)
+        if name is not None:
+            model_kwargs[name] = _cache(self, generation_config, mode, longest)
+        return result
+
+    return _prepare_cache_for_generation
+
+
+def _takes(model: Any, asked: Any) -> bool:
+    """True if a model is to get an Int8KVCache. Raises: ValueError for "int8" where it can't be used."""
+    has_handle = getattr(getattr(vars(model).get("_sage"), "handle", None), "_active", False)
+    ours = getattr(model.config, "_attn_implementation", None) in IMPLEMENTATIONS
+    fits = ours and not model.config.is_encoder_decoder and model._supports_default_dynamic_cache()
+    if asked == INT8 and not fits:
+        raise ValueError(
+            f'cache_implementation: got "int8" for {type(model).__name__}, expected a decoder with our attention: call '
+            "sage_processors.apply(model, sage_processors.SageAttnProcessor()) first"
+        )
+    return fits and (has_handle or asked == INT8)
+
+
+def _cache(model: Any, generation_config: Any, mode: Any, longest: int) -> Any:
+    """Return a new cache: of fixed size if the user said how many new tokens there may be, else a growing one.
+
+    Assisted decoding drops tokens again, which a ring of a sliding window can't.
+    """
+    said = generation_config.max_new_tokens is not None and "assisted" not in str(getattr(mode, "value", mode))
+    recording = getattr(generation_config, "is_assistant", False)
+    try:
+        cache = Int8KVCache(model.config, bucket(longest) if said and not recording else None)
+    except NotImplementedError:  # none of its layers has keys and values, or some have another kind of state
+        from transformers import DynamicCache
+
+        return DynamicCache(config=model.config.get_text_config(decoder=True))
+    if recording:
+        cache.activate_past_recording()
+    return cache

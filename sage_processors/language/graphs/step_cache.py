@@ -1,0 +1,227 @@
+"""Static buffers of a decode step, which an Int8KVCache borrows while it decodes.
+
+A CUDA graph reads and writes fixed addresses, and every `generate` has a new cache. So the buffers belong to the model:
+the graph is captured over them, and a cache's layers hold them in place of tensors of their own. A cache whose tensors
+change in any other way (beam search, more room) simply holds them no longer.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from sage_kernels import append_kv
+
+from ..kv_layers import BUFFERS, VECTORS, Int8Layer
+from ..kv_static_layers import Int8StaticLayer
+from ..quantized_kv import QuantizedKV
+
+
+NAMES = (*BUFFERS, *VECTORS)
+LEAST_ROOM = 256  # a growing cache borrows buffers for at least so many tokens
+STEPS_PER_OCTAVE = 4  # sizes of buffers between a number of tokens and twice as many
+MOST_SETS = 4  # sets of buffers that a model keeps
+
+
+def bucket(tokens: int) -> int:
+    """Return the capacity of the buffers for a growing cache of this many tokens, the next one included."""
+    step = max(LEAST_ROOM, (1 << max(tokens.bit_length() - 1, 0)) // STEPS_PER_OCTAVE)
+    return -(-tokens // step) * step
+
+
+class StepLayer(CacheLayerMixin):
+    """One layer's static buffers. `update` stores one token at the position on the device."""
+
+    def __init__(self, step: StepCache, tensors: dict[str, torch.Tensor], ring: bool, dtype: torch.dtype):
+        super().__init__()
+        self.tensors, self.ring, self.dtype, self._step = tensors, ring, dtype, weakref.proxy(step)
+        self.is_sliding, self.is_initialized = ring, True
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Do nothing, as the buffers are there."""
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Store one token [B, H_kv, 1, D] and return the layer's QuantizedKV twice, as `Int8Layer.update`."""
+        buffers = [self.tensors[name] for name in BUFFERS]
+        mean, balance = (self.tensors[name] for name in VECTORS)
+        append_kv(
+            key_states, value_states, mean, *buffers, position=self._step.seen, ring=self.ring, k_balance=balance
+        )
+        return (QuantizedKV(*buffers, mean, balance, self._step.after, self.ring, self.dtype, self),) * 2
+
+    def get_seq_length(self) -> Any:
+        """Return the number of tokens before this step, a tensor [] on the device."""
+        return self._step.seen
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return the number of slots, and 0."""
+        return self.tensors["k_codes"].shape[2], 0
+
+    def get_max_length(self) -> int:
+        """Return the number of slots."""
+        return self.tensors["k_codes"].shape[2]
+
+    def end(self, seen: int) -> Iterator[torch.Tensor]:
+        """Yield views of what one token after `seen` others writes."""
+        for name in BUFFERS:
+            x = self.tensors[name]
+            yield x[:, :, seen % x.shape[2]]
+
+
+class StepCache(Cache):
+    """The static buffers of all layers, in the place of the cache that has borrowed them.
+
+    Attributes:
+        kind: description of the caches that may borrow them.
+        seen, after: int64 [] on the device, number of tokens before and after the step.
+        padding: bool [B, slots], False for padding; used by steps with an attention_mask.
+        graphs: what was captured over these buffers, by kind of call.
+        is_checked: the model was compared with its state at the captures since a cache has borrowed them.
+    """
+
+    is_compileable = False
+
+    def __init__(self, kind: Any, layers: list[tuple[dict[str, torch.Tensor], bool, torch.dtype]]):
+        super().__init__(layers=[StepLayer(self, *layer) for layer in layers])
+        codes = layers[0][0]["k_codes"]
+        self.kind, self.graphs, self.is_checked = kind, dict[Any, Any](), False
+        self.seen, self.after = (torch.zeros((), dtype=torch.int64, device=codes.device) for _ in range(2))
+        slots = min((x["k_codes"].shape[2] for x, ring, _ in layers if not ring), default=0)
+        self.padding = torch.ones(codes.shape[0], slots, dtype=torch.bool, device=codes.device)
+        self._holders: list[Any] = []
+
+    def is_held_by(self, cache: Any) -> bool:
+        """True if the cache's layers hold these buffers."""
+        if len(self._holders) != len(cache.layers):
+            return False
+        pairs = zip(self._holders, cache.layers, strict=True)
+        return all(holder() is layer for holder, layer in pairs) and self.is_held(every=True)
+
+    def is_held(self, *, every: bool = False) -> bool:
+        """True if some living layer still holds one of the buffers. every: if all hold all of theirs."""
+        found = []
+        for holder, own in zip(self._holders, self.layers, strict=bool(self._holders)):
+            layer = holder()
+            held = [] if layer is None else [getattr(layer, name) is x for name, x in own.tensors.items()]
+            found.append(all(held) and bool(held) if every else any(held))
+        return all(found) and bool(found) if every else any(found)
+
+    def lend(self, cache: Any, seen: int) -> None:
+        """Give the buffers to a cache with `seen` tokens. If it raises, the cache is unchanged."""
+        for layer, own in zip(cache.layers, self.layers, strict=True):
+            for name, to in own.tensors.items():
+                x = getattr(layer, name)
+                if x is to:
+                    continue
+                number = min(seen, to.shape[2]) if name in BUFFERS else None
+                to[:, :, :number].copy_(x[:, :, :number])
+        self._holders = [weakref.ref(layer) for layer in cache.layers]
+        self.is_checked = False
+        for layer, own in zip(cache.layers, self.layers, strict=True):
+            layer.__dict__.update(own.tensors)
+
+    def ends(self, seen: int) -> list[torch.Tensor]:
+        """Return views of all that the token after `seen` others is stored in."""
+        return [x for layer in self.layers for x in layer.end(seen)]
+
+
+def unfit(cache: Any) -> str:
+    """Return the reason why a cache can't borrow static buffers for its next token; "" if it can."""
+    if cache.offloading:
+        return "offload"
+    if cache._has_cross_attention:
+        return "encoder_decoder"
+    if not all(isinstance(layer, Int8Layer) for layer in cache.layers):
+        return "layers"
+    if any(layer.is_sliding and not isinstance(layer, Int8StaticLayer) for layer in cache.layers):
+        return "window"  # a growing window moves through its buffers; that of a static cache is a ring
+    if not all(layer.is_initialized for layer in cache.layers) or len({length_of(x) for x in cache.layers}) != 1:
+        return "layers"
+    if not all(_is_settled(layer) for layer in cache.layers):
+        return "first_tokens"
+    lengths = (x.max_cache_len for x in cache.layers if isinstance(x, Int8StaticLayer) and not x.is_sliding)
+    if length_of(cache.layers[0]) + 1 > min(lengths, default=1 << 62):
+        return "full"
+    return ""
+
+
+def length_of(layer: Any) -> int:
+    """Return the number of tokens that a layer has seen. Waits for the device after compiled calls alone."""
+    return int(layer._length() if isinstance(layer, Int8StaticLayer) else layer.cumulative_length)
+
+
+def _is_settled(layer: Any) -> bool:
+    return bool(layer.is_settled if isinstance(layer, Int8StaticLayer) else layer.first_keys is None)
+
+
+def count_token(cache: Any, seen: int) -> None:
+    """Tell a cache's layers that their buffers hold one token more than `seen`. Can't fail."""
+    for layer in cache.layers:
+        if isinstance(layer, Int8StaticLayer):
+            layer.note_token(seen + 1)
+        else:
+            layer.end = layer.cumulative_length = seen + 1
+
+
+class Buffers:
+    """All sets of static buffers of a model, each lent to one cache at a time."""
+
+    def __init__(self) -> None:
+        self.sets: list[StepCache] = []
+
+    def borrow(self, cache: Any) -> StepCache | None:
+        """Return the set that a cache holds, or borrows now. None if all are lent to living caches.
+
+        A static cache gives its own tensors if there is no free set: nothing is copied then.
+        """
+        seen = length_of(cache.layers[0])
+        held = next((one for one in self.sets if one.is_held_by(cache)), None)
+        if held is not None and all(x.ring or seen < x.tensors["k_codes"].shape[2] for x in held.layers):
+            self._used(held)
+            return held
+        kind = tuple(_kind(layer, seen) for layer in cache.layers), torch.is_inference_mode_enabled()
+        found = next((one for one in self.sets if one.kind == kind and not one.is_held()), None)
+        if found is None:
+            free = [one for one in self.sets if not one.is_held() or one is held]
+            if len(self.sets) >= MOST_SETS:
+                if not free:
+                    return None
+                self.sets.remove(free[0])
+            found = StepCache(kind, [(_tensors(layer, seen), layer.is_sliding, layer.dtype) for layer in cache.layers])
+            found.lend(cache, seen)
+            self.sets.append(found)
+        else:
+            found.lend(cache, seen)
+            self._used(found)
+        return found
+
+    def _used(self, one: StepCache) -> None:
+        """Make a set the last one to be dropped."""
+        self.sets.remove(one)
+        self.sets.append(one)
+
+
+def _capacity(layer: Any, seen: int) -> int:
+    return int(layer.k_codes.shape[2]) if isinstance(layer, Int8StaticLayer) else bucket(seen + 1)
+
+
+def _kind(layer: Any, seen: int) -> Any:
+    shape = (*layer.k_codes.shape[:2], layer.head_dim, _capacity(layer, seen))
+    return type(layer), shape, layer.dtype, layer.device, layer.is_sliding
+
+
+def _tensors(layer: Any, seen: int) -> dict[str, torch.Tensor]:
+    if isinstance(layer, Int8StaticLayer):
+        return {name: getattr(layer, name) for name in NAMES}
+    found = {}
+    for name in NAMES:
+        x = getattr(layer, name)
+        shape = list(x.shape)
+        if name in BUFFERS:
+            shape[2] = _capacity(layer, seen)
+        found[name] = torch.empty(shape, dtype=x.dtype, device=x.device)
+    return found

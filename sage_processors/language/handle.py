@@ -1,0 +1,187 @@
+"""One line for transformers models: INT8 attention, 8-bit linear layers, the INT8 cache and graphs, and back again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..linears.swap import quantize_linears, swap_of
+from ..option_groups import OF_ATTENTION, Keep, Scaling
+from ..options import SageAttnProcessor
+from ..patching.block_state import block_state, forget
+from ..presets import heading
+from .attention import attention_report, register_transformers
+from .choice import configs_of, refuse_without_attention
+from .default_cache import give_caches
+from .graphs.decode_graphs import DecodeGraphs
+from .names import IMPLEMENTATIONS, Implementation, name_of, standard
+from .report import AttentionReport
+
+
+NEVER = 2**62  # min_tokens with which every call over 16-bit keys is short
+# option → what is meant instead, for options that mean nothing for a language model
+_MEANINGLESS = {
+    "scaling": "leave it out: a prompt has no denoising steps, and each token has a scale of its own",
+    "keep": "leave it out: a language model has no denoising steps",
+    "skip": "leave it out: lists of tiles are measured in denoising steps",
+    "mixed": "leave it out: mixed precision is for denoisers",
+    "exchange": "leave it out: transformers has no context parallelism of this kind",
+    "rotation": 'rotation="hadamard" or "none": "auto" is decided in denoising steps',
+    "recipe": "a recipe of sage_kernels.RECIPES: mixed precision is for denoisers",
+    "layers": 'rules for linear layers alone, such as {"*.down_proj": {"linears": "none"}}: all attention layers of a '
+    "model share one implementation",
+}
+
+
+class LanguageHandle:
+    """INT8 in a transformers model, as returned by `sage_processors.apply`.
+
+    As a context manager it removes it again at the end. Attributes: config (SageAttnProcessor), graphs (DecodeGraphs
+    or None), linears (LinearSwap or None).
+    """
+
+    def __init__(self, model: Any, config: SageAttnProcessor):
+        check_options(config)
+        refuse_without_attention(model, "sage_int8")
+        self.model, self.config, self._active = model, config, True
+        self.linears, self.graphs = None, None
+        self._before = [(x, x._attn_implementation) for x in configs_of(model)]
+        try:
+            name = implementation_of(config)
+            model.set_attn_implementation(name)
+            rules = dict(config.rules("linears"))
+            if config.linears.format != "none" or rules:
+                self.linears = quantize_linears(
+                    model, config.linears.format, layers=rules, min_features=config.linears.min_features,
+                    on_unsupported=config.on_unsupported, drop_weights=config.linears.drop_weights,
+                )  # fmt: skip
+            give_caches()
+            if config.graphs == "auto" and model._compiled_call_impl is None:
+                self.graphs = DecodeGraphs(model)
+                self.graphs.start()
+                if self.linears is not None:  # in prompts too, so that results don't depend on what is replayed
+                    self.linears.run_short_calls(True)
+            block_state(model).handle = self
+        except Exception:
+            self.remove()
+            raise
+
+    def report(self) -> AttentionReport:
+        """Report what ran: attention, linear layers and graphs in one table with notes. Waits for the device."""
+        if self.graphs is not None:
+            self.graphs.settle()
+        found = attention_report(self.model)
+        lines = [heading(self.config)] if self._active else []
+        if self.graphs is not None:
+            eager = ", ".join(f"{reason} {number}" for reason, number in sorted(self.graphs.eager.items()))
+            lines.append(
+                f"{self.graphs.replays} decode steps came from CUDA graphs ({self.graphs.captures} captured)"
+                f"{'; eager ones: ' + eager if eager else ''}."
+            )
+        found.notes[:0] = [line for line in lines if line]
+        return found
+
+    def remove(self) -> None:
+        """Put everything back as it was. A second call does nothing.
+
+        Raises: RuntimeError if 16-bit weights were dropped; nothing is changed then.
+        """
+        if not self._active:
+            return
+        if self.linears is not None:
+            self.linears.refuse_dropped()
+        self._active = False
+        if self.graphs is not None:
+            self.graphs.stop()
+        if self.linears is not None and swap_of(self.model) is self.linears:
+            self.linears.remove()
+        if handle_of(self.model) is self:
+            forget(self.model, "handle")
+        for config, name in self._before:  # parents first: setting a parent's name sets its parts' too
+            config._attn_implementation = name
+
+    def __enter__(self) -> LanguageHandle:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.remove()
+
+    def __deepcopy__(self, memo: Any) -> None:
+        """Return None: a copy of the model has no handle."""
+
+    def __reduce__(self) -> Any:
+        return _no_handle, ()
+
+
+def _no_handle() -> None:
+    """Return what a pickled handle is read as."""
+
+
+def handle_of(model: Any) -> LanguageHandle | None:
+    """Return the live handle of a transformers model, or None."""
+    found: LanguageHandle | None = getattr(vars(model).get("_sage"), "handle", None)
+    return found
+
+
+def apply_to_language_model(model: Any, config: SageAttnProcessor) -> LanguageHandle:
+    """Run a transformers model in INT8. An earlier handle of it is removed first.
+
+    Raises: ValueError for options that mean nothing here; UnsupportedAttentionError for a model without attention that
+        takes an implementation.
+    """
+    check_options(config)
+    earlier = handle_of(model)
+    if earlier is not None:
+        earlier.remove()
+    return LanguageHandle(model, config)
+
+
+def check_options(config: SageAttnProcessor) -> None:
+    """Raise ValueError for an option that means nothing for a language model, with what is meant instead."""
+    from sage_kernels import RECIPES, Mixed
+
+    usual = Scaling()
+    wrong = {
+        "scaling": config.scaling not in (usual, Scaling("per_token"), Scaling("dynamic")),
+        "keep": config.keep != Keep(),
+        "skip": config.skip is not None,
+        "mixed": config.mixed != Mixed.of(None),
+        "exchange": config.exchange != "16bit",
+        "rotation": config.rotation == "auto",
+        "recipe": config.recipe not in (*RECIPES, "16bit"),
+        "layers": any(config.rules(option) for option in (*OF_ATTENTION, "recipe", "scaling", "rotation")),
+    }
+    for name, is_wrong in wrong.items():
+        if is_wrong:
+            got = getattr(config, name)
+            raise ValueError(f"{name}: got {got!r} for a transformers model, expected none; {_MEANINGLESS[name]}")
+
+
+def implementation_of(config: SageAttnProcessor) -> str:
+    """Return the name of the attention implementation with these options. Registers it if need be."""
+    import sage_kernels
+
+    sixteen = config.recipe == "16bit"
+    recipe = sage_kernels.DEFAULT_RECIPE if sixteen else config.recipe
+    options = {
+        "recipe": recipe,
+        "min_tokens": NEVER if sixteen else config.min_tokens,
+        "on_unsupported": config.on_unsupported,
+        "training": config.training,
+        "rotation": config.rotation,
+    }
+    wanted = Implementation("", **options)
+    for name, known in {**standard(), **IMPLEMENTATIONS}.items():
+        if all(getattr(known, key) == getattr(wanted, key) for key in (*options, "smooth_k")):
+            return name
+    tokens = "16bit" if sixteen else "" if config.min_tokens is None else f"from_{config.min_tokens}"
+    parts = (name_of(recipe), tokens, config.on_unsupported, config.training, config.rotation)
+    return register_transformers("_".join(part for part in parts if part), **options)[0]  # type: ignore[arg-type]
+
+
+def is_language_model(model: Any) -> bool:
+    """True for a model of transformers."""
+    from transformers import PreTrainedModel
+
+    return isinstance(model, PreTrainedModel) and isinstance(model, torch.nn.Module)
