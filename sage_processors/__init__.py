@@ -16,7 +16,7 @@ from typing import Any
 from .diffusion.host.model_methods import add_model_methods
 from .diffusion.host.pipeline_method import add_pipeline_method
 from .option_groups import Keep, LayerRule, Linears, Scaling, Skip
-from .options import SageAttnProcessor, read_policies_with
+from .options import SageAttnProcessor, apply_to_transformers_with, read_policies_with
 from .patching.on_import import when_imported
 from .unsupported import UnsupportedAttentionError, UnsupportedLinearError
 from .version import __version__ as __version__
@@ -30,10 +30,12 @@ _HOMES = {
     "Int8KVCache": "language.kv_cache",
     "Int8KVCacheError": "language.kv_cache",
     "ChangedInputError": "postponed.tensor",
+    "LanguageHandle": "language.generation.handle",
     "LinearSwap": "linears.swap",
     "Probe": "diffusion.reports.probe",
     "Report": "diffusion.reports.report",
     "apply": "diffusion.handle",
+    "apply_to_language_model": "language.generation.handle",
     "attention_report": "language.attention",
     "calibrate": "calibration.search",
     "diffusers_backend_report": "diffusion.reports.backend_report",
@@ -71,6 +73,7 @@ __all__ = [
     "Handle",
     "Int8KVCache",
     "Int8KVCacheError",
+    "LanguageHandle",
     "LinearSwap",
     "Probe",
     "Report",
@@ -101,6 +104,7 @@ def _imported_when_called(name: str) -> Callable[..., Any]:
 add_pipeline_method(_imported_when_called("apply"))
 add_model_methods(_imported_when_called("apply"))
 read_policies_with(_imported_when_called("read_policy"))
+apply_to_transformers_with(_imported_when_called("apply_to_language_model"))
 
 
 def _meet_transformers() -> None:

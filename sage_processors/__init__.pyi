@@ -24,6 +24,7 @@ from .evaluation import quality as quality
 from .evaluation import videos as videos
 from .language.attention import attention_report as attention_report
 from .language.attention import register_transformers as register_transformers
+from .language.generation.handle import LanguageHandle as LanguageHandle
 from .language.kv_cache import Int8KVCache as Int8KVCache
 from .language.kv_cache import Int8KVCacheError as Int8KVCacheError
 from .linears.quantized_files import load_quantized as load_quantized

@@ -48,11 +48,22 @@ ROTATION_GAIN_DB = 1.0
 
 
 _policy_readers: list[Callable[..., Any]] = []
+_language_appliers: list[Callable[..., Any]] = []
 
 
 def read_policies_with(reader: Callable[..., Any]) -> None:
     """Set the function behind `SageAttnProcessor.from_policy`, as it lies above this file."""
     _policy_readers.append(reader)
+
+
+def apply_to_transformers_with(applier: Callable[..., Any]) -> None:
+    """Set the function that `apply` calls for transformers models, as it lies beside the one for diffusers."""
+    _language_appliers.append(applier)
+
+
+def language_applier() -> Callable[..., Any]:
+    """Return the function that `apply` calls for transformers models."""
+    return _language_appliers[-1]
 
 
 def _with_preset(init: Any) -> Any:

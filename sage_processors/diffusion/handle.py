@@ -14,7 +14,7 @@ from torch import nn
 from sage_kernels.planning.rules import FROM_TABLE
 
 from ..linears.swap import swap_of
-from ..options import SageAttnProcessor
+from ..options import SageAttnProcessor, language_applier
 from .auto_rotation import AutoRotation
 from .checks import check_swapped, refuse_bare_options, warn_of_idle_layers
 from .denoiser import Denoiser
@@ -314,12 +314,12 @@ class Handle:
 
 
 def apply(target: Any, config: SageAttnProcessor | None = None) -> Handle:
-    """Run the attention of a diffusers pipeline or model in INT8.
+    """Run a diffusers pipeline or model, or a transformers model, in INT8.
 
     Args:
         target: a DiffusionPipeline (all its denoisers: unet, transformer, transformer_2, controlnet(s); never the VAE
             or the text encoders; timestep scaling follows pipe.scheduler) or one model (timestep scaling follows its
-            `timestep` argument).
+            `timestep` argument), or a transformers model, which gets a LanguageHandle (language/generation/handle.py).
         config: options; SageAttnProcessor() if None.
     Returns: a Handle. Applying again replaces the options: the earlier handle is removed first.
     Raises: TypeError for other arguments, ValueError if there is nothing to swap.
@@ -335,6 +335,8 @@ def apply(target: Any, config: SageAttnProcessor | None = None) -> Handle:
         raise TypeError(
             f"target: got {type(target).__name__}, expected a DiffusionPipeline or a model (torch.nn.Module)"
         )
+    if _is_of_transformers(target):
+        return language_applier()(target, config)  # type: ignore[no-any-return]
     earlier = (handle_of(model) for model in (denoisers(target).values() if is_pipeline(target) else (target,)))
     for handle in list(earlier):
         if handle is not None:
@@ -345,12 +347,19 @@ def apply(target: Any, config: SageAttnProcessor | None = None) -> Handle:
 def handle_of(target: Any) -> Handle | None:
     """Return the live handle of a model, or of a pipeline's first denoiser with one; else None."""
     target = unwrap(target)
+    if _is_of_transformers(target):
+        return getattr(vars(target).get("_sage"), "handle", None)
     for model in denoisers(target).values() if is_pipeline(target) else (target,):
         for hook in getattr(model, "_forward_pre_hooks", {}).values():
             if isinstance(hook, RootHook) and hook.handle is not None:
                 found: Handle = hook.handle
                 return found
     return None
+
+
+def _is_of_transformers(target: Any) -> bool:
+    bases = ((kind.__module__, kind.__name__) for kind in type(target).__mro__)
+    return ("transformers.modeling_utils", "PreTrainedModel") in bases
 
 
 def tell_handles(pipe: Any) -> None:

@@ -233,6 +233,10 @@ def sage_mask(batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0,
             causal attention too, because not all layers of such models say that they are causal. None then always
             means that no key is hidden.
     """
+    of_step = None if torch.compiler.is_compiling() else getattr(_step, "mask", None)
+    if of_step is not None:
+        mask: torch.Tensor | None = of_step[0]
+        return mask
     seen = _mask(batch_size, q_length, kv_length, q_offset, kv_offset, **options)
     config = options.get("config")
     tracing = _is_tracing()

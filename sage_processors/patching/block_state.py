@@ -19,12 +19,14 @@ class BlockState:
         rotations: Owner of the swap that lets an attention module rotate heads in one pass.
         counters: counters of an attention module's calls, by name and numbers of the implementation
             (language.report.Calls).
+        handle: language.generation.handle.LanguageHandle of a transformers model.
         is_compared: a CUDA graph is replayed only while these attributes are as they were at its capture.
     """
 
     enclosure: Any = None
     rotations: Owner | None = None
     counters: dict[tuple[str, str], Any] | None = None
+    handle: Any = None
     is_compared = True
 
 

@@ -107,6 +107,7 @@ BELOW = {
     | {f"{DIFFUSION}.{name}" for name in ("host", "steps", "heads", "calls")},
     DIFFUSION: SHARED | {POSTPONED} | LINEARS_ALL | DIFFUSIONS,
     "sage_processors.language": SHARED | LINEARS_ALL,
+    "sage_processors.language.generation": SHARED | LINEARS_ALL | {f"{DIFFUSION}.graphs", "sage_processors.language"},
     "sage_processors.evaluation": SHARED | DIFFUSIONS | {"sage_processors.language"},
     "sage_processors.calibration": SHARED | LINEARS_ALL | DIFFUSIONS | {"sage_processors.evaluation"},
     "sage_processors.cli": SHARED

@@ -6,17 +6,17 @@ from typing import Any
 
 import torch
 
-from ..linears.swap import quantize_linears, swap_of
-from ..option_groups import OF_ATTENTION, Keep, Scaling
-from ..options import SageAttnProcessor
-from ..patching.block_state import block_state, forget
-from ..presets import heading
-from .attention import attention_report, register_transformers
-from .choice import configs_of, refuse_without_attention
+from ...linears.swap import quantize_linears, swap_of
+from ...option_groups import OF_ATTENTION, Keep, Scaling
+from ...options import SageAttnProcessor
+from ...patching.block_state import block_state, forget
+from ...presets import heading
+from ..attention import attention_report, register_transformers
+from ..choice import configs_of, refuse_without_attention
+from ..names import IMPLEMENTATIONS, Implementation, name_of, standard
+from ..report import AttentionReport
+from .decode_graphs import DecodeGraphs
 from .default_cache import give_caches
-from .graphs.decode_graphs import DecodeGraphs
-from .names import IMPLEMENTATIONS, Implementation, name_of, standard
-from .report import AttentionReport
 
 
 NEVER = 2**62  # min_tokens with which every call over 16-bit keys is short

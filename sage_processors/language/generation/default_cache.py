@@ -7,9 +7,9 @@ from typing import Any
 
 from transformers.generation import GenerationMixin, configuration_utils
 
-from .graphs.step_cache import bucket
-from .kv_cache import Int8KVCache
-from .names import IMPLEMENTATIONS
+from ..kv_cache import Int8KVCache
+from ..names import IMPLEMENTATIONS
+from .step_cache import bucket
 
 
 INT8 = "int8"  # cache_implementation
@@ -31,7 +31,13 @@ def give_caches() -> None:
 def _with_int8(prepare: Any) -> Any:
     @functools.wraps(prepare)
     def _prepare_cache_for_generation(
-        self: Any, generation_config: Any, model_kwargs: dict[str, Any], mode: Any, batch: Any, longest: Any, *rest: Any
+        self: Any,
+        generation_config: Any,
+        model_kwargs: dict[str, Any],
+        mode: Any,
+        batch: Any,
+        longest: Any,
+        *rest: Any,
     ) -> Any:
         asked = generation_config.cache_implementation
         given = any(model_kwargs.get(name) is not None for name in KEY)
@@ -57,8 +63,8 @@ def _takes(model: Any, asked: Any) -> bool:
     fits = ours and not model.config.is_encoder_decoder and model._supports_default_dynamic_cache()
     if asked == INT8 and not fits:
         raise ValueError(
-            f'cache_implementation: got "int8" for {type(model).__name__}, expected a decoder with our attention: call '
-            "sage_processors.apply(model, sage_processors.SageAttnProcessor()) first"
+            f'cache_implementation: got "int8" for {type(model).__name__}, expected a decoder with our attention: '
+            "call sage_processors.apply(model, sage_processors.SageAttnProcessor()) first"
         )
     return fits and (has_handle or asked == INT8)
 

@@ -31,8 +31,8 @@ logger = logging.getLogger("sage_processors")
 WARM_UP = 2  # equal steps before a capture; the first is compared with a step over the cache alone
 MOST_GRAPHS = 8  # over one set of buffers
 MOST_KINDS = 64  # kinds of steps that are remembered
-# Replays of a graph before which an eager step is compared with it, bit for bit: the second one, at another length than
-# the first, shows a length that the capture took for a constant. After these, every power of two.
+# Replays that are compared with an eager step, bit for bit. The second one, at another length than the first, shows a
+# length that the capture took for a constant. After these, every power of two.
 COMPARED, THEN = (0, 1), 256
 MOST_FIRST = 16  # new kinds of steps in a row, beyond which arguments differ from step to step
 FEW_REPLAYS, MOST_CHANGES = 8, 3  # a model that changes so soon, so often, is not captured any more
@@ -213,7 +213,11 @@ class DecodeGraphs:
         if self.model.training or not nobody_looks_on():
             return "training" if self.model.training else "observed"
         config = self.model.config
-        if adds_masks(type(config)) or adds_masks(type(config.get_text_config(decoder=True))) or len(step.given[0]) > 1:
+        if (
+            adds_masks(type(config))
+            or adds_masks(type(config.get_text_config(decoder=True)))
+            or len(step.given[0]) > 1
+        ):
             return "mask"
         if self._captures is not None and self._captures.stream != torch.cuda.current_stream(device):
             return "stream"  # graphs share memory, so that replays in two streams would overwrite each other
@@ -364,10 +368,10 @@ class DecodeGraphs:
         reason = "changed" if self._early_changes >= MOST_CHANGES else obstacle(self.model, held.seen.device)
         if reason:
             return reason
-        forms = []
+        forms, name, padded = [], step.name, step.mask is not None  # `step` has the cache, which may die
 
         def run() -> Any:
-            form, results = self._forward(given, step.name, held, padded=step.mask is not None)
+            form, results = self._forward(given, name, held, padded=padded)
             forms.append(form)
             return results
 

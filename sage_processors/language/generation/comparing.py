@@ -10,8 +10,8 @@ import torch
 from ...patching.nested import tensors_of
 
 
-# Relative L2 distance of results up to which two ways to run a step count as the same. Both do the same arithmetic, with
-# sums in another order; a wrong mask or position is far beyond.
+# Relative L2 distance of results up to which two ways to run a step count as the same. Both do the same arithmetic,
+# with sums in another order; a wrong mask or position is far beyond.
 MOST_APART = {torch.float32: 1e-3, torch.float64: 1e-3}
 MOST_APART_16 = 0.05
 

@@ -1,8 +1,8 @@
 """Static buffers of a decode step, which an Int8KVCache borrows while it decodes.
 
-A CUDA graph reads and writes fixed addresses, and every `generate` has a new cache. So the buffers belong to the model:
-the graph is captured over them, and a cache's layers hold them in place of tensors of their own. A cache whose tensors
-change in any other way (beam search, more room) simply holds them no longer.
+A CUDA graph reads and writes fixed addresses, and every `generate` has a new cache. So the buffers belong to the
+model: the graph is captured over them, and a cache's layers hold them in place of tensors of their own. A cache whose
+tensors change in any other way (beam search, more room) simply holds them no longer.
 """
 
 from __future__ import annotations
