@@ -28,7 +28,10 @@ COLUMNS = (
     "date,commit,gpu,torch,triton,suite,case,provider,recipe,batch,heads,kv_heads,seq_q,seq_k,head_dim,causal,"
     "includes_quantization,metric,unit,median,p20,p80,ratio_vs_cudnn,rel_l2_error"
 ).split(",")
-SUITES = ("attention_fwd", "attention_error", "prologue", "decode", "linear", "end_to_end", "cold_start", "quality")
+SUITES = (
+    *("attention_fwd", "attention_error", "prologue", "decode", "linear", "end_to_end", "cold_start", "quality"),
+    "generate",
+)
 # Behind the / of a case of attention_fwd, apart from scalings: how it was called, a variant of its softmax,
 CALLS = ("eager", "cuda_graph", "compiled")
 SOFTMAX = ("guarded", "unguarded", "never_fixed", "all_redone")

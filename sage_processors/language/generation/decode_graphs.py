@@ -197,7 +197,11 @@ class DecodeGraphs:
         mask = masks[0] if masks else None
         if len(masks) > 1 or (mask is not None and (type(mask) is not torch.Tensor or mask.dim() != 2)):
             return "mask"
-        if mask is not None and (mask.shape[1] != seen + 1 or any(x.is_sliding for x in cache.layers)):
+        if mask is not None and mask.shape[1] != seen + 1:
+            return "mask"
+        if mask is not None and bool(mask.all()):  # waits, as making a mask of padding does in an eager step
+            mask = None
+        if mask is not None and any(x.is_sliding for x in cache.layers):
             return "mask"
         others = {key: x for key, x in kwargs.items() if key != name and key not in MASKS}
         return Step(cache, name, (args, others), mask, seen)
@@ -212,12 +216,10 @@ class DecodeGraphs:
             return "autocast"
         if self.model.training or not nobody_looks_on():
             return "training" if self.model.training else "observed"
+        if len(step.given[0]) > 1:  # a mask may be among them
+            return "arguments"
         config = self.model.config
-        if (
-            adds_masks(type(config))
-            or adds_masks(type(config.get_text_config(decoder=True)))
-            or len(step.given[0]) > 1
-        ):
+        if step.mask is not None and any(adds_masks(type(x)) for x in (config, config.get_text_config(decoder=True))):
             return "mask"
         if self._captures is not None and self._captures.stream != torch.cuda.current_stream(device):
             return "stream"  # graphs share memory, so that replays in two streams would overwrite each other

@@ -1,0 +1,164 @@
+"""Time model.generate of a language model, token by token, ours beside transformers' own caches.
+
+    python kernels/benchmarks/bench_generate.py --context 4096 --batch 1
+    python kernels/benchmarks/bench_generate.py --tiny --device cpu --no-save
+
+Random weights of Llama 3.1 8B's shape. Every call has a new cache, as users have. A streamer notes when each token
+arrives on the host; the first tokens, in which graphs are captured and code is compiled, don't count. Rows of suite
+generate, case llama8b_b{batch}_{context}, metric time in ms a token, ratio_vs_cudnn against the fastest stock of the
+run; `first_call` is the time of a provider's first call in s, with all compiling and capturing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import time
+from typing import Any
+
+import torch
+from bench import RESULTS
+
+import sage_processors as sp
+from sage_kernels.results import append_row, check_appendable
+
+
+SETTLED = 8  # tokens of a call before those that count
+PROVIDERS = ("stock_dynamic", "stock_static_compiled", "fast", "attention_and_cache")
+
+
+class Clock:
+    """A streamer that notes the arrival of each token. Attributes: times: in s."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: Any) -> None:
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        """Do nothing."""
+
+
+def make_model(tiny: bool, device: torch.device, dtype: torch.dtype) -> Any:
+    """Return a model of Llama 3.1 8B's shape with random weights, or a tiny one."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shape = dict(vocab_size=128_256, hidden_size=4096, intermediate_size=14_336, num_hidden_layers=32)
+    shape |= dict(num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=131_072)
+    if tiny:
+        shape |= dict(vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=2)
+        shape |= dict(num_attention_heads=4, num_key_value_heads=2)
+    config = LlamaConfig(**shape, rope_theta=500_000.0, bos_token_id=1, eos_token_id=None, pad_token_id=0)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            torch.manual_seed(0)
+            model = LlamaForCausalLM._from_config(config, attn_implementation="sdpa")
+    finally:
+        torch.set_default_dtype(before)
+    return model.eval().requires_grad_(False)
+
+
+def generated(model: Any, ids: torch.Tensor, new: int, **options: Any) -> tuple[torch.Tensor, list[float], float]:
+    """Return the tokens, ms between tokens from the settled ones on, and the whole time in s."""
+    gc.collect()
+    if ids.is_cuda:
+        torch.cuda.synchronize()
+    clock, start = Clock(), time.perf_counter()
+    # a streamer takes one sequence; with more, its clock is called by hand
+    given = {"streamer": clock} if ids.shape[0] == 1 else {"stopping_criteria": [_Ticking(clock)]}
+    out = model.generate(ids, max_new_tokens=new, do_sample=False, **given, **options)
+    if ids.is_cuda:
+        torch.cuda.synchronize()
+    whole = time.perf_counter() - start
+    times = clock.times[1:] if ids.shape[0] == 1 else clock.times
+    gaps = [1e3 * (b - a) for a, b in zip(times, times[1:], strict=False)]
+    return out, gaps[SETTLED:], whole
+
+
+class _Ticking:
+    """A stopping criterion that never stops and notes the time of each step."""
+
+    def __init__(self, clock: Clock):
+        self.clock = clock
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        done = torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+        if input_ids.is_cuda:
+            torch.cuda.synchronize()
+        self.clock.put(None)
+        return done
+
+
+def run(provider: str, model: Any, ids: torch.Tensor, new: int) -> dict[str, Any]:
+    """Run one provider. Returns its first call in s, quantiles of ms a token of its last call, and its tokens."""
+    handle, options = None, {}
+    if provider == "stock_static_compiled":
+        options = {"cache_implementation": "static"}
+    elif not provider.startswith("stock"):
+        config = sp.SageAttnProcessor("fast") if provider == "fast" else sp.SageAttnProcessor(graphs="auto")
+        handle = sp.apply(model, config)
+    try:
+        _, _, first = generated(model, ids, new, **options)
+        calls = 1 if provider == "stock_dynamic" else 2
+        for _ in range(calls):
+            out, gaps, _ = generated(model, ids, new, **options)
+        if handle is not None:
+            print(*handle.report().notes, sep="\n", flush=True)
+    finally:
+        if handle is not None:
+            handle.remove()
+    p20, median, p80 = (statistics.quantiles(gaps, n=10)[i] for i in (1, 4, 7))
+    return {"first": first, "times": (p20, median, p80), "tokens": out[:, ids.shape[1] :]}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--context", type=int, nargs="*", default=[4096], help="tokens of the prompt")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--new", type=int, default=32, help="new tokens")
+    parser.add_argument("--providers", nargs="*", choices=PROVIDERS, default=list(PROVIDERS))
+    parser.add_argument("--tiny", action="store_true", help="a tiny model")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--no-save", action="store_true")
+    parser.add_argument("--csv", default=RESULTS)
+    options = parser.parse_args(arguments)
+    save = not options.no_save
+    if save:
+        check_appendable(options.csv)
+    device = torch.device(options.device)
+    model = make_model(options.tiny, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    failed = 0
+    for context in options.context:
+        ids = torch.randint(3, model.config.vocab_size, (options.batch, context), device=device)
+        name, found = f"llama8b_b{options.batch}_{context}{'/tiny' * options.tiny}", {}
+        for provider in options.providers:
+            try:
+                found[provider] = run(provider, model, ids, options.new)
+            except Exception as error:  # the others go on
+                failed += not provider.startswith("stock")
+                print(f"{name:28} {provider:24} failed: {type(error).__name__}: {str(error)[:200]}", flush=True)
+                continue
+            first, (_, median, _) = found[provider]["first"], found[provider]["times"]
+            print(f"{name:28} {provider:24} {median:8.3f} ms a token, first call {first:6.2f} s", flush=True)
+            torch.cuda.empty_cache() if device.type == "cuda" else None
+        stock = [x["times"][1] for provider, x in found.items() if provider.startswith("stock")]
+        for provider, x in found.items() if save else ():
+            ours = not provider.startswith("stock")
+            shared = {"suite": "generate", "case": name, "provider": "sage_kernels" if ours else provider,
+                      "recipe": f"preset_{provider}" if provider == "fast" else provider if ours else "",
+                      "batch": options.batch, "heads": model.config.num_attention_heads,
+                      "kv_heads": model.config.num_key_value_heads, "seq_q": 1, "seq_k": context,
+                      "head_dim": model.config.head_dim, "causal": True}  # fmt: skip
+            p20, median, p80 = (f"{value:.4f}" for value in x["times"])
+            ratio = {"ratio_vs_cudnn": f"{min(stock) / x['times'][1]:.3f}"} if stock else {}
+            append_row(options.csv, **shared, **ratio, metric="time", unit="ms", median=median, p20=p20, p80=p80)
+            append_row(options.csv, **shared, metric="first_call", unit="s", median=f"{x['first']:.2f}")
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

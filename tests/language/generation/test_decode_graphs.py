@@ -1,0 +1,352 @@
+"""Decode steps from graphs: eager steps' tokens, in every way to generate, over caches that come and go.
+
+On a CPU `Recorder` stands in for CUDA: its replays compute what was captured, on its tensors, with an error if asked.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+
+import pytest
+import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+import transformers.modeling_utils  # noqa: E402, F401 (models of transformers are imported when they are used)
+
+import sage_processors as sp  # noqa: E402
+from sage_processors.language.generation import decode_graphs  # noqa: E402
+from sage_processors.language.generation.decode_graphs import DecodeGraphs  # noqa: E402
+from sage_processors.language.generation.step_cache import MOST_SETS, StepCache, bucket  # noqa: E402
+from sage_processors.reporting.event_counter import collected  # noqa: E402
+from tests.support.tiny_language_models import MODELS, VOCABULARY  # noqa: E402
+
+
+ROOM = 200
+
+
+class Recorder:
+    """In the place of CUDA. error: added to what replays compute. fault: raised by replays."""
+
+    def __init__(self, error=0.0):
+        self.captures, self.error, self.is_recording, self.fault = 0, error, False, None
+
+    def __call__(self, run, device):
+        self.captures += 1
+        self.is_recording = True
+        try:
+            results = tree_map_only(torch.Tensor, torch.clone, run())
+        finally:
+            self.is_recording = False
+
+        def replay():
+            if self.fault is not None:
+                raise self.fault
+            with collected():  # CUDA runs no Python
+                found = run()
+            for place, result in zip(tree_leaves(results), tree_leaves(found), strict=True):
+                place.copy_(result + self.error)
+
+        return results, replay
+
+
+def ids_of(batch=2, length=70, seed=3):
+    return torch.randint(3, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """A function that returns (model, its DecodeGraphs with a Recorder), as graphs="auto" has them."""
+    monkeypatch.setattr(DecodeGraphs, "device_type", "cpu")
+
+    def make(name="llama", **options):
+        model = MODELS[name]()[0]
+        handle = sp.apply(model, sp.SageAttnProcessor(graphs="auto", **options))
+        handle.graphs.record = Recorder()
+        return model, handle.graphs
+
+    return make
+
+
+def tokens(model, cache=None, ids=None, **options):
+    """Generated tokens, with a cache or with the one that `generate` makes."""
+    torch.manual_seed(1)
+    given = {} if cache is None else {"past_key_values": cache}
+    ids = ids_of() if ids is None else ids
+    return model.generate(ids, **given, **({"do_sample": False, "max_new_tokens": 20} | options))
+
+
+def eager(name, capacity, **options):
+    """The same tokens without graphs."""
+    model = MODELS[name]()[0]
+    model.set_attn_implementation("sage_int8")
+    return tokens(model, sp.Int8KVCache(model.config, capacity), **options)
+
+
+WAYS = {
+    "greedy": {},
+    "sampling": {"do_sample": True},
+    "beams": {"num_beams": 3},
+    "several": {"num_return_sequences": 2},
+}
+WAYS["several"]["do_sample"] = True
+CASES = [("llama", None), ("llama", ROOM), ("gemma3", ROOM), ("gpt_oss", ROOM)]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("name", "capacity"), CASES)
+def test_graphs_generate_what_eager_steps_do(name, capacity, way, graphs):
+    want = eager(name, capacity, **WAYS[way])
+    model, made = graphs(name)
+    for number in range(3):  # a new cache finds the graph of the one before
+        assert torch.equal(tokens(model, sp.Int8KVCache(model.config, capacity), **WAYS[way]), want)
+        assert made.record.captures == 1 and made.replays == 19 * (number + 1) - decode_graphs.WARM_UP
+    assert not made.eager and len(made.buffers.sets) == 1
+    calls = sum(row["cache_calls"] for row in model._sage.handle.report().rows)
+    assert calls == 3 * 19 * model.config.num_hidden_layers
+
+
+def test_left_padding_goes_on_and_hides_what_it_hides(graphs):
+    mask = torch.ones(2, 70, dtype=torch.int64)
+    mask[0, :9] = 0
+    want = eager("llama", ROOM, attention_mask=mask)
+    model, made = graphs()
+    assert torch.equal(tokens(model, sp.Int8KVCache(model.config, ROOM), attention_mask=mask), want)
+    assert made.replays == 17 and not made.eager
+    mask[0, :9], mask[1, :20] = 1, 0
+    want = eager("llama", ROOM, attention_mask=mask)
+    assert torch.equal(tokens(model, sp.Int8KVCache(model.config, ROOM), attention_mask=mask), want)
+    assert made.replays == 17 + 19 and made.record.captures == 1
+
+
+@pytest.mark.parametrize(
+    ("reason", "options"),
+    [
+        ("window", {"name": "gemma3", "capacity": None}),
+        ("mask", {"name": "gemma3", "capacity": ROOM, "padded": True}),
+        ("first_tokens", {"name": "llama", "capacity": None, "length": 30}),
+    ],
+)
+def test_what_cannot_be_captured_is_eager_and_counted(reason, options, graphs):
+    name, ids = options["name"], ids_of(length=options.get("length", 70))
+    mask = torch.ones_like(ids)
+    mask[0, : 9 * options.get("padded", False)] = 0
+    want = eager(name, options["capacity"], ids=ids, attention_mask=mask)
+    model, made = graphs(name)
+    assert torch.equal(
+        tokens(model, sp.Int8KVCache(model.config, options["capacity"]), ids, attention_mask=mask), want
+    )
+    assert dict(made.eager) == {reason: 19} and not made.replays
+    assert f"{reason} 19" in str(model._sage.handle.report())
+
+
+def test_assisted_decoding_drops_tokens_of_borrowed_buffers(graphs):
+    ids = ids_of(1)
+    want = eager("llama", None, ids=ids, prompt_lookup_num_tokens=3)
+    model, made = graphs()
+    for _ in range(2):
+        assert torch.equal(tokens(model, sp.Int8KVCache(model.config), ids, prompt_lookup_num_tokens=3), want)
+    assert torch.equal(tokens(model, None, ids, assistant_model=MODELS["llama"]()[0]), want)
+
+
+def test_a_cache_that_outgrows_its_buffers_moves_on(graphs):
+    length = bucket(70) - 75
+    ids = ids_of(length=length)
+    want = eager("llama", None, ids=ids, max_new_tokens=90)
+    model, made = graphs()
+    cache = sp.Int8KVCache(model.config)
+    assert torch.equal(tokens(model, cache, ids, max_new_tokens=90), want)
+    assert made.record.captures == 2 and len(made.buffers.sets) == 2
+    assert cache.layers[0].k_codes.shape[2] == bucket(length + 89)
+
+
+def test_caches_alive_at_once_never_share(graphs):
+    model, made = graphs()
+    ids = [ids_of(seed=seed) for seed in range(MOST_SETS + 2)]
+    wants = [eager("llama", ROOM, ids=one) for one in ids]
+    caches = [sp.Int8KVCache(model.config, ROOM) for _ in ids]
+    with torch.no_grad():  # prompts first, then one token of each in turn
+        now = [model(one, past_key_values=cache, use_cache=True) for one, cache in zip(ids, caches, strict=True)]
+        texts = [one.logits[:, -1:].argmax(-1) for one in now]
+        for _ in range(8):
+            for i, cache in enumerate(caches):
+                made_now = model(texts[i][:, -1:], past_key_values=cache, use_cache=True)
+                texts[i] = torch.cat([texts[i], made_now.logits[:, -1:].argmax(-1)], 1)
+    for text, want in zip(texts, wants, strict=True):
+        assert torch.equal(text, want[:, 70:79])
+    assert len(made.buffers.sets) == MOST_SETS and made.eager["buffers"] == 2 * 8
+    held = [layer.k_codes.data_ptr() for cache in caches for layer in cache.layers]
+    assert len(set(held)) == len(held)
+
+
+def test_a_copy_of_a_cache_and_what_a_dead_one_gave_out_are_left_alone(graphs):
+    model, made = graphs()
+    cache = sp.Int8KVCache(model.config, ROOM)
+    tokens(model, cache)
+    twin, shown = copy.deepcopy(cache), cache.layers[0].keys
+    before = twin.layers[0].k_codes.clone(), shown.k_codes.clone()
+    del cache
+    gc.collect()
+    tokens(model, sp.Int8KVCache(model.config, ROOM), ids_of(seed=9))
+    assert torch.equal(twin.layers[0].k_codes, before[0]) and torch.equal(shown.k_codes, before[1])
+    assert len(made.buffers.sets) == 2  # as `shown` still holds the layer
+
+
+def test_a_static_cache_knows_its_length_after_replays(graphs):
+    model, made = graphs()
+    cache = sp.Int8KVCache(model.config, ROOM)
+    tokens(model, cache)
+    assert int(cache.get_seq_length()) == 89 and made.replays
+    cache.crop(-3)
+    assert int(cache.get_seq_length()) == 86 and int(cache.layers[0].cumulative_length) == 86
+    cache.reset()
+    again = tokens(model, cache, ids_of(seed=5))
+    assert torch.equal(again, eager("llama", ROOM, ids=ids_of(seed=5)))
+
+
+def test_a_replay_with_other_bits_is_dropped_and_no_token_comes_from_it(graphs):
+    want = eager("llama", ROOM)
+    model, made = graphs()
+    made.record = Recorder(error=0.5)
+    assert torch.equal(tokens(model, sp.Int8KVCache(model.config, ROOM)), want)
+    assert made.eager["differs"] and made.replays <= len(decode_graphs.COMPARED)
+    assert torch.equal(tokens(model, sp.Int8KVCache(model.config, ROOM)), want) and made.record.captures == 1
+
+
+def test_a_length_taken_for_a_constant_is_noticed(graphs, monkeypatch):
+    want = eager("llama", ROOM)
+    model, made = graphs()
+    record = made.record
+
+    def with_constant(run, device):
+        held = made.buffers.sets[-1]
+        then = held.seen.clone()
+
+        def constant():
+            held.seen.copy_(then)
+            return run()
+
+        return record(constant, device)
+
+    made.record = with_constant
+    assert torch.equal(tokens(model, sp.Int8KVCache(model.config, ROOM)), want)
+    assert made.eager["differs"]
+
+
+def _fail(*args, **kwargs):
+    raise RuntimeError("injected")
+
+
+PLACES = {
+    "kind": (decode_graphs, "kind_of"), "hooks": (decode_graphs, "obstacle"), "state": (decode_graphs, "ModelState"),
+    "borrow": (decode_graphs.Buffers, "borrow"), "lend": (StepCache, "lend"), "compare": (decode_graphs, "agree"),
+    "weights": (decode_graphs, "refresh_weights"), "copy": (decode_graphs, "mapped"), "ends": (StepCache, "ends"),
+    "bits": (decode_graphs, "bits_differ"), "fill": (DecodeGraphs, "_fill"), "back": (DecodeGraphs, "_given_back"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("first", [True, False])
+def test_no_fault_ends_a_run_or_changes_it(place, first, graphs, monkeypatch):
+    """A fault from the first step on, or in the middle of a run that replays."""
+    want = eager("llama", ROOM)
+    model, made = graphs()
+    if first:
+        monkeypatch.setattr(*PLACES[place], _fail)
+    else:
+        tokens(model, sp.Int8KVCache(model.config, ROOM))
+        replay, counted = next(iter(made.buffers.sets[0].graphs.values())).replay, []
+
+        def fails_later():
+            replay()
+            counted.append(1)
+            if len(counted) == 4:
+                monkeypatch.setattr(*PLACES[place], _fail)
+
+        next(iter(made.buffers.sets[0].graphs.values())).replay = fails_later
+    assert torch.equal(tokens(model, sp.Int8KVCache(model.config, ROOM)), want)
+    monkeypatch.undo()
+
+
+@pytest.mark.parametrize("fault", [RuntimeError("captured no more"), torch.OutOfMemoryError("no memory")])
+def test_a_replay_that_raises_leaves_the_step_as_if_not_tried(fault, graphs):
+    want = eager("llama", ROOM)
+    model, made = graphs()
+    tokens(model, sp.Int8KVCache(model.config, ROOM))
+    made.record.fault = fault
+    assert torch.equal(tokens(model, sp.Int8KVCache(model.config, ROOM)), want)
+    assert made.eager["memory" if isinstance(fault, torch.OutOfMemoryError) else "failed"]
+
+
+def test_a_forward_that_waits_for_the_gpu_is_never_captured_again(graphs):
+    want = eager("llama", ROOM)
+    model, made = graphs()
+    forward, record = model.model.layers[1].mlp.forward, made.record
+
+    def waits(x):
+        if record.is_recording:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return forward(x)
+
+    model.model.layers[1].mlp.forward = waits
+    for _ in range(2):
+        assert torch.equal(tokens(model, sp.Int8KVCache(model.config, ROOM)), want)
+    assert record.captures == 1 and made.eager["not_capturable"] == 17 + 19
+
+
+def test_a_changed_model_is_seen(graphs):
+    """A weight written between two texts and one written within a text, and a hook, which runs."""
+    model, made = graphs()
+    tokens(model, sp.Int8KVCache(model.config, ROOM))
+    model.model.layers[1].mlp.down_proj.weight.mul_(1.5)
+    want = eager_of(model)
+    assert torch.equal(tokens(model, sp.Int8KVCache(model.config, ROOM)), want)
+    assert made.eager["changed"] == 1 and made.record.captures == 2
+    seen = []
+    model.model.layers[0].register_forward_hook(lambda *args: seen.append(1))
+    assert torch.equal(tokens(model, sp.Int8KVCache(model.config, ROOM)), want)
+    assert len(seen) >= 20 and made.eager["hooks"]
+
+
+def eager_of(model):
+    """A model's tokens with graphs off for a moment."""
+    taken, model._compiled_call_impl = model._compiled_call_impl, None
+    try:
+        return tokens(model, sp.Int8KVCache(model.config, ROOM))
+    finally:
+        model._compiled_call_impl = taken
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("name", "capacity"), CASES)
+def test_cuda_graphs_generate_what_eager_steps_do(name, capacity, way):
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU")
+    model, ids = MODELS[name]()[0].to("cuda", torch.float16), ids_of().cuda()
+    model.set_attn_implementation("sage_int8")
+    want = tokens(model, sp.Int8KVCache(model.config, capacity), ids, **WAYS[way])
+    with sp.apply(model, sp.SageAttnProcessor("fast")) as handle:
+        handle.linears.remove()
+        for _ in range(3):
+            assert torch.equal(tokens(model, sp.Int8KVCache(model.config, capacity), ids, **WAYS[way]), want)
+        assert handle.graphs.captures == 1 and handle.graphs.replays == 3 * 19 - decode_graphs.WARM_UP
+        assert not handle.graphs.eager
+
+
+@pytest.mark.gpu
+def test_a_broken_cuda_capture_leaves_sampling_as_it_was():
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU")
+    model, ids = MODELS["llama"]()[0].to("cuda", torch.float16), ids_of().cuda()
+    model.set_attn_implementation("sage_int8")
+    want = tokens(model, sp.Int8KVCache(model.config, ROOM), ids, do_sample=True)
+    forward = model.model.layers[1].mlp.forward
+    model.model.layers[1].mlp.forward = lambda x: forward(x) * (1 if bool(x.isfinite().any()) else 0)
+    with sp.apply(model, sp.SageAttnProcessor(graphs="auto")) as handle:
+        for _ in range(2):
+            assert torch.equal(tokens(model, sp.Int8KVCache(model.config, ROOM), ids, do_sample=True), want)
+        assert handle.graphs.eager["not_capturable"] and not handle.graphs.replays
