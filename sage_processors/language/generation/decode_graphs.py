@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,11 +18,12 @@ from sage_kernels.compat import nobody_looks_on
 
 from ...diffusion.graphs.model_state import ModelState, obstacle, refresh_weights
 from ...patching.nested import UnknownValueError, kind_of, mapped, tensors_of
-from ...reporting.event_counter import EventCounter, collected
+from ...reporting.event_counter import collected
 from ..kv_cache import Int8KVCache
 from ..masks import adds_masks, mask_of_step
 from .comparing import Verdicts, agree, bits_differ
-from .step_cache import Buffers, StepCache, count_token, length_of, unfit
+from .step_cache import Buffers, StepCache, count_token
+from .steps import MASKS, Graph, Step, first_line, new_tokens, restore, step_of, summed
 
 
 logger = logging.getLogger("sage_processors")
@@ -36,54 +36,6 @@ MOST_KINDS = 64  # kinds of steps that are remembered
 COMPARED, THEN = (0, 1), 256
 MOST_FIRST = 16  # new kinds of steps in a row, beyond which arguments differ from step to step
 FEW_REPLAYS, MOST_CHANGES = 8, 3  # a model that changes so soon, so often, is not captured any more
-MASKS = ("attention_mask", "decoder_attention_mask")
-
-
-@dataclass
-class Step:
-    """One call of the model for one token.
-
-    Attributes:
-        cache, name: the caller's cache, and the name of its argument.
-        given: (args, kwargs) without the cache and the mask.
-        mask: [B, seen + 1], 0 for padding; None without padding.
-        seen: number of tokens in the cache.
-    """
-
-    cache: Any
-    name: str
-    given: tuple[tuple[Any, ...], dict[str, Any]]
-    mask: torch.Tensor | None
-    seen: int
-
-
-@dataclass
-class Graph:
-    """One captured step.
-
-    Attributes:
-        places: the input tensors that it reads.
-        form, results: as `_taken_apart` returns them; each replay overwrites the results.
-        replay: runs it.
-        state: the model's state at the capture.
-        events: what one replay has to count: (counter, event, calls).
-        replays: number of replays so far. counted: how many of them are in the counters.
-    """
-
-    places: list[torch.Tensor]
-    form: Any
-    results: dict[str, Any]
-    replay: Any
-    state: ModelState
-    events: list[tuple[EventCounter, int, int]]
-    replays: int = 0
-    counted: int = 0
-
-    def settle(self) -> None:
-        """Add the replays to the layers' counters."""
-        new, self.counted = self.replays - self.counted, self.replays
-        for counter, event, calls in self.events if new else ():
-            counter.add_eager(event, calls * new)
 
 
 class DecodeGraphs:
@@ -136,7 +88,7 @@ class DecodeGraphs:
         if torch.compiler.is_compiling() or getattr(self._thread, "is_calling", False):
             return model._call_impl(*args, **kwargs)
         name = next((name for name, x in kwargs.items() if isinstance(x, Int8KVCache)), None)
-        if name is None or _new_tokens(args, kwargs) != 1:
+        if name is None or new_tokens(args, kwargs) != 1:
             return model._call_impl(*args, **kwargs)
         with self._lock:
             self._thread.is_calling = True
@@ -144,7 +96,7 @@ class DecodeGraphs:
                 found = self._attempt(args, kwargs, name)
             except Exception as error:  # the eager call below tells the caller of errors that are his
                 found = "memory" if isinstance(error, torch.OutOfMemoryError) else "failed"
-                logger.warning("graphs: a decode step runs eagerly, as its graph failed: %s", _first_line(error))
+                logger.warning("graphs: a decode step runs eagerly, as its graph failed: %s", first_line(error))
             finally:
                 self._thread.is_calling = False
             if isinstance(found, str):
@@ -159,7 +111,7 @@ class DecodeGraphs:
         """
         self.verdicts.settle()
         cache = kwargs[name]
-        step = self._step_of(args, kwargs, name)
+        step = step_of(args, kwargs, name)
         reason = step if isinstance(step, str) else self._reason_against(step)
         if isinstance(step, str) or reason:
             return reason
@@ -184,27 +136,6 @@ class DecodeGraphs:
         if isinstance(found, tuple):
             count_token(cache, step.seen)
         return found
-
-    def _step_of(self, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Step | str:
-        cache = kwargs[name]
-        if type(cache) is not Int8KVCache:
-            return "cache"
-        reason = unfit(cache)
-        if reason:
-            return reason
-        seen = length_of(cache.layers[0])
-        masks = [kwargs[key] for key in MASKS if kwargs.get(key) is not None]
-        mask = masks[0] if masks else None
-        if len(masks) > 1 or (mask is not None and (type(mask) is not torch.Tensor or mask.dim() != 2)):
-            return "mask"
-        if mask is not None and mask.shape[1] != seen + 1:
-            return "mask"
-        if mask is not None and bool(mask.all()):  # waits, as making a mask of padding does in an eager step
-            mask = None
-        if mask is not None and any(x.is_sliding for x in cache.layers):
-            return "mask"
-        others = {key: x for key, x in kwargs.items() if key != name and key not in MASKS}
-        return Step(cache, name, (args, others), mask, seen)
 
     def _reason_against(self, step: Step) -> str:
         device = step.cache.layers[0].device
@@ -251,13 +182,13 @@ class DecodeGraphs:
         self._first_steps += 1
         before = [dict(vars(layer)) for layer in step.cache.layers]
         args, kwargs = step.given
-        masked = {} if step.mask is None else {self._mask_name: step.mask}
+        masked = {} if step.mask is None else {MASKS[0]: step.mask}
         try:
             with collected():
                 usual = self.model._call_impl(*args, **kwargs, **masked, **{step.name: step.cache})
         finally:
             for layer, fields in zip(step.cache.layers, before, strict=True):
-                _restore(layer, fields)
+                restore(layer, fields)
         wanted = self._taken_apart(step.cache, usual)
         with collected() as events:
             found = self._over(step, held)
@@ -269,10 +200,6 @@ class DecodeGraphs:
         while len(self._steps) > MOST_KINDS:
             del self._steps[next(iter(self._steps))]
         return (self._given_back(step, found),)
-
-    @property
-    def _mask_name(self) -> str:
-        return MASKS[bool(getattr(self.model.config, "is_encoder_decoder", False))]
 
     def _with_graph(self, step: Step, held: StepCache, kind: Any, graph: Graph) -> tuple[Any] | str:
         """Replay a step. In compared steps the caller gets the eager step's results and tokens."""
@@ -370,7 +297,8 @@ class DecodeGraphs:
         reason = "changed" if self._early_changes >= MOST_CHANGES else obstacle(self.model, held.seen.device)
         if reason:
             return reason
-        forms, name, padded = [], step.name, step.mask is not None  # `step` has the cache, which may die
+        forms: list[Any] = []
+        name, padded = step.name, step.mask is not None  # `step` has the cache, which may die
 
         def run() -> Any:
             form, results = self._forward(given, name, held, padded=padded)
@@ -385,11 +313,11 @@ class DecodeGraphs:
                 results, replay = self.record(run, held.seen.device)
             kind_of(results)
             places = list(tensors_of(given))
-            graph = Graph(places, forms[0], results, replay, ModelState(self.model), _summed(events))
+            graph = Graph(places, forms[0], results, replay, ModelState(self.model), summed(events))
         except UnknownValueError:
             return "results"
         except Exception as error:  # mostly a forward that waits for the GPU
-            logger.warning("graphs: decode steps of %s run eagerly: %s", type(self.model).__name__, _first_line(error))
+            logger.warning("graphs: decode steps of %s run eagerly: %s", type(self.model).__name__, first_line(error))
             return str(getattr(error, "reason", "not_capturable"))
         self.captures += 1
         held.graphs[kind] = graph
@@ -405,30 +333,3 @@ class DecodeGraphs:
         if self._captures is None:
             self._captures = Captures(device)
         return self._captures.record(run)
-
-
-def _new_tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Return how many tokens of each sequence a call brings; 0 if that is unknown."""
-    names = ("decoder_input_ids", "decoder_inputs_embeds", "input_ids", "inputs_embeds")
-    found = [kwargs[name] for name in names if kwargs.get(name) is not None] or list(args[:1])
-    return found[0].shape[1] if found and isinstance(found[0], torch.Tensor) and found[0].dim() > 1 else 0
-
-
-def _restore(layer: Any, fields: dict[str, Any]) -> None:
-    """Give a cache layer the fields back that it had before an eager step of one token."""
-    layer.__dict__.update(fields)
-    if "_is_behind" in fields:  # the device's count was changed in place
-        layer._is_behind = True
-
-
-def _summed(events: list[tuple[EventCounter, int, int]]) -> list[tuple[EventCounter, int, int]]:
-    """Return (counter, event, calls) with equal events of a counter added up."""
-    total: dict[tuple[int, int], tuple[EventCounter, int, int]] = {}
-    for counter, event, calls in events:
-        _, _, before = total.get((id(counter), event), (counter, event, 0))
-        total[id(counter), event] = counter, event, before + calls
-    return list(total.values())
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0]

@@ -50,11 +50,12 @@ class LanguageHandle:
         try:
             name = implementation_of(config)
             model.set_attn_implementation(name)
-            rules = dict(config.rules("linears"))
+            rules: Any = dict(config.rules("linears"))
+            strictness: Any = config.on_unsupported
             if config.linears.format != "none" or rules:
                 self.linears = quantize_linears(
                     model, config.linears.format, layers=rules, min_features=config.linears.min_features,
-                    on_unsupported=config.on_unsupported, drop_weights=config.linears.drop_weights,
+                    on_unsupported=strictness, drop_weights=config.linears.drop_weights,
                 )  # fmt: skip
             give_caches()
             if config.graphs == "auto" and model._compiled_call_impl is None:
@@ -164,7 +165,7 @@ def implementation_of(config: SageAttnProcessor) -> str:
 
     sixteen = config.recipe == "16bit"
     recipe = sage_kernels.DEFAULT_RECIPE if sixteen else config.recipe
-    options = {
+    options: dict[str, Any] = {
         "recipe": recipe,
         "min_tokens": NEVER if sixteen else config.min_tokens,
         "on_unsupported": config.on_unsupported,
@@ -177,7 +178,7 @@ def implementation_of(config: SageAttnProcessor) -> str:
             return name
     tokens = "16bit" if sixteen else "" if config.min_tokens is None else f"from_{config.min_tokens}"
     parts = (name_of(recipe), tokens, config.on_unsupported, config.training, config.rotation)
-    return register_transformers("_".join(part for part in parts if part), **options)[0]  # type: ignore[arg-type]
+    return register_transformers("_".join(part for part in parts if part), **options)[0]
 
 
 def is_language_model(model: Any) -> bool:

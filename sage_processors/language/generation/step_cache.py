@@ -46,12 +46,13 @@ class StepLayer(CacheLayerMixin):
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Store one token [B, H_kv, 1, D] and return the layer's QuantizedKV twice, as `Int8Layer.update`."""
-        buffers = [self.tensors[name] for name in BUFFERS]
-        mean, balance = (self.tensors[name] for name in VECTORS)
+        own = self.tensors
+        buffers, mean, balance = [own[name] for name in BUFFERS], own["k_mean"], own["k_balance"]
         append_kv(
             key_states, value_states, mean, *buffers, position=self._step.seen, ring=self.ring, k_balance=balance
         )
-        return (QuantizedKV(*buffers, mean, balance, self._step.after, self.ring, self.dtype, self),) * 2
+        stored: Any = (*buffers, mean, balance, self._step.after, self.ring, self.dtype, self)
+        return (QuantizedKV(*stored),) * 2
 
     def get_seq_length(self) -> Any:
         """Return the number of tokens before this step, a tensor [] on the device."""
