@@ -120,7 +120,8 @@ def test_options_of_language_models_arrive():
         assert model.config._attn_implementation == name  # the same options, the same name
     with sp.apply(model, sp.SageAttnProcessor(recipe="16bit")) as handle:
         text(model)
-        assert all(row["fallbacks"] == {"short": 1} and row["cache_calls"] == 5 for row in handle.report().rows)
+        rows = [row for row in handle.report().rows if row["status"] == "active"]
+        assert all(row["fallbacks"] == {"short": 1} and row["cache_calls"] == 5 for row in rows)
 
 
 def test_dropped_weights_stay_dropped_and_a_copy_has_no_handle():
