@@ -208,9 +208,9 @@ _step = threading.local()
 
 @contextmanager
 def mask_of_step(mask: torch.Tensor | None) -> Iterator[None]:
-    """Make this the mask of every layer in a forward of one token over static buffers, without reading the device.
+    """Make this the mask of every layer in a forward of one token over static buffers.
 
-    mask: bool [B, 1, 1, slots] for padding, or None; the buffers' own length hides their empty slots.
+    Nothing is read from the device. mask: bool [B, 1, 1, slots] for padding, or None; the buffers' own length hides their empty slots.
     """
     _step.mask = (mask,)
     try:

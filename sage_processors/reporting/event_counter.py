@@ -19,7 +19,7 @@ _thread = threading.local()
 
 @contextmanager
 def collected() -> Iterator[list[tuple[EventCounter, int, int]]]:
-    """Collect (counter, event, calls) of this thread's eager and captured calls, in place of counting them."""
+    """Collect (counter, event, calls) of this thread's calls in place of counting them."""
     before, _thread.events = getattr(_thread, "events", None), []
     try:
         yield _thread.events

@@ -1,4 +1,4 @@
-"""Comparison of a replayed decode step with an eager one. Bits are compared without waiting for the GPU."""
+"""Comparison of a replayed decode step with an eager one, bit for bit."""
 
 from __future__ import annotations
 

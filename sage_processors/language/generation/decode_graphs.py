@@ -175,7 +175,10 @@ class DecodeGraphs:
         return (self._given_back(step, self._over(step, held)),)
 
     def _first_step(self, step: Step, held: StepCache, kind: Any) -> tuple[Any] | str:
-        """Compare a step over the cache alone with one over the buffers. Waits for the device, once for each kind."""
+        """Compare a step over the cache alone with one over the buffers.
+
+        Waits for the device, once for each kind of step.
+        """
         reason = obstacle(self.model, held.seen.device)
         if reason or self._first_steps >= MOST_FIRST:
             return reason or "arguments"

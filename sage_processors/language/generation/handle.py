@@ -1,4 +1,4 @@
-"""One line for transformers models: INT8 attention, 8-bit linear layers, the INT8 cache and graphs, and back again."""
+"""One line for transformers models: INT8 attention, linear layers and cache, graphs, and back again."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def apply_to_language_model(model: Any, config: SageAttnProcessor) -> LanguageHa
 
 
 def check_options(config: SageAttnProcessor) -> None:
-    """Raise ValueError for an option that means nothing for a language model, with what is meant instead."""
+    """Raise ValueError for an option that means nothing here, naming the alternative."""
     from sage_kernels import RECIPES, Mixed
 
     usual = Scaling()
