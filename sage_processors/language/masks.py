@@ -210,7 +210,10 @@ _step = threading.local()
 def mask_of_step(mask: torch.Tensor | None) -> Iterator[None]:
     """Make this the mask of every layer in a forward of one token over static buffers.
 
-    Nothing is read from the device. mask: bool [B, 1, 1, slots] for padding, or None; the buffers' own length hides their empty slots.
+    Nothing is read from the device.
+
+    Args:
+        mask: bool [B, 1, 1, slots] for padding, or None; the buffers' own length hides their empty slots.
     """
     _step.mask = (mask,)
     try:
