@@ -75,8 +75,8 @@ def _takes(model: Any, asked: Any) -> bool:
 def _cache(model: Any, generation_config: Any, mode: Any, longest: int) -> Any:
     """Return a new cache for one `generate`.
 
-    It has a fixed size if the user said how many new tokens there may be, else it grows. Assisted decoding drops tokens
-    again, which a ring of a sliding window can't.
+    It has a fixed size if the user said how many new tokens there may be, else it grows. Assisted decoding drops
+    tokens again, which a ring of a sliding window can't.
     """
     said = generation_config.max_new_tokens is not None and "assisted" not in str(getattr(mode, "value", mode))
     recording = getattr(generation_config, "is_assistant", False)
