@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from ..report import AttentionReport
 from .decode_graphs import DecodeGraphs
 from .default_cache import give_caches
 
+
+logger = logging.getLogger("sage_processors")
 
 NEVER = 2**62  # min_tokens with which every call over 16-bit keys is short
 # option → what is meant instead, for options that mean nothing for a language model
@@ -46,13 +49,17 @@ class LanguageHandle:
         refuse_without_attention(model, "sage_int8")
         self.model, self.config, self._active = model, config, True
         self.linears, self.graphs = None, None
+        self._last_report: AttentionReport | None = None
         self._before = [(x, x._attn_implementation) for x in configs_of(model)]
         try:
             name = implementation_of(config)
             model.set_attn_implementation(name)
             rules: Any = dict(config.rules("linears"))
             strictness: Any = config.on_unsupported
-            if config.linears.format != "none" or rules:
+            kept = swap_of(model)
+            if kept is not None and kept.dropped and kept.serves(config.linears, config.rules("linears")):
+                self.linears = kept  # 8-bit layers whose 16-bit weights an earlier handle has dropped
+            elif config.linears.format != "none" or rules:
                 self.linears = quantize_linears(
                     model, config.linears.format, layers=rules, min_features=config.linears.min_features,
                     on_unsupported=strictness, drop_weights=config.linears.drop_weights,
@@ -65,15 +72,20 @@ class LanguageHandle:
                     self.linears.run_short_calls(True)
             block_state(model).handle = self
         except Exception:
-            self.remove()
+            self._put_back()
             raise
 
     def report(self) -> AttentionReport:
-        """Report what ran: attention, linear layers and graphs in one table with notes. Waits for the device."""
+        """Report what ran: attention, linear layers and graphs. Waits for the device.
+
+        After `remove` it is the last report before.
+        """
+        if self._last_report is not None:
+            return self._last_report
         if self.graphs is not None:
             self.graphs.settle()
         found = attention_report(self.model)
-        lines = [heading(self.config)] if self._active else []
+        lines = [heading(self.config)]
         if self.graphs is not None:
             eager = ", ".join(f"{reason} {number}" for reason, number in sorted(self.graphs.eager.items()))
             lines.append(
@@ -86,17 +98,30 @@ class LanguageHandle:
     def remove(self) -> None:
         """Put everything back as it was. A second call does nothing.
 
-        Raises: RuntimeError if 16-bit weights were dropped; nothing is changed then.
+        Linear layers whose 16-bit weights were dropped stay in 8 bit. The log and the report say so; a later `apply`
+        with the same `linears` takes them over.
         """
         if not self._active:
             return
-        if self.linears is not None:
-            self.linears.refuse_dropped()
+        try:
+            self._last_report = self.report()
+        except Exception as error:  # such as an error of the GPU: the model must be given back all the same
+            logger.warning("handle: got no last report: %s", error)
+            self._last_report = AttentionReport([])
+        self._put_back()
+
+    def _put_back(self) -> None:
         self._active = False
         if self.graphs is not None:
             self.graphs.stop()
         if self.linears is not None and swap_of(self.model) is self.linears:
-            self.linears.remove()
+            if self.linears.dropped:
+                said = f"{self.linears.dropped} linear layers stay in 8 bit, as their 16-bit weights were dropped."
+                logger.warning("%s", said)
+                if self._last_report is not None:
+                    self._last_report.notes.append(said)
+            else:
+                self.linears.remove()
         if handle_of(self.model) is self:
             forget(self.model, "handle")
         for config, name in self._before:  # parents first: setting a parent's name sets its parts' too
