@@ -40,6 +40,7 @@ from .loading import (
     steps_bar,
     torch_device,
 )
+from .rate import rate, time_model
 from .warm_up import warm_up
 
 
@@ -226,6 +227,8 @@ def bench_attention(context: typer.Context) -> None:
     sys.exit(subprocess.run([sys.executable, str(script), *context.args], check=False).returncode)
 
 
+app.command("time")(time_model)
+app.command("rate")(rate)
 app.command("warm-up")(warm_up)
 app.command("calibrate")(calibrate_policy)
 app.add_typer(bench, name="bench")

@@ -293,7 +293,7 @@ def evaluate(
         return Int8KVCache(model.config)
 
     def run(name, runner, implementation, cache, reads_cache, stock=None, sure=None):
-        with _implementation(runner, implementation):
+        with with_attention(runner, implementation):
             before = _calls(runner)
             text = perplexity(runner, windows, cache=cache if reads_cache else None, **reading)
             tokens = greedy(runner, prompts, new_tokens, cache=cache, batch=batch)
@@ -314,10 +314,11 @@ def evaluate(
 
     stock = run("stock", model, "sdpa", own_cache, False)
     results = [stock]
-    with _implementation(model, "sdpa"):
+    with with_attention(model, "sdpa"):
         sure = margins(model, prompts, stock.tokens, batch=batch)
     if model.dtype in (torch.float16, torch.bfloat16):
-        results.append(run("stock_fp32", copy.deepcopy(model).float(), "sdpa", own_cache, False, stock, sure))
+        with float32_copy(model) as exact:
+            results.append(run("stock_fp32", exact, "sdpa", own_cache, False, stock, sure))
     results.append(run("prefill", model, MEASURED, own_cache, False, stock, sure))
     results.append(run("prefill_kv", model, MEASURED, int8_cache, True, stock, sure))
     return {result.name: result for result in results}
@@ -339,7 +340,14 @@ def append_results(path: str | Path, model_name: str, results: dict[str, Result]
 
 
 @contextmanager
-def _implementation(model, name: str):
+def float32_copy(model):
+    """Yield the model in fp32: itself, or a copy of a 16-bit one."""
+    yield model if model.dtype == torch.float32 else copy.deepcopy(model).float()
+
+
+@contextmanager
+def with_attention(model, name: str):
+    """Run a transformers model with this attention implementation."""
     before = model.config._attn_implementation
     model.set_attn_implementation(name)
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -300,6 +301,45 @@ def evaluate(
     return results
 
 
+@contextmanager
+def same_noise(pipe) -> Iterator[None]:
+    """Have a pipeline draw its noise in fp32 and round it, so that its seeds mean the same in every dtype."""
+    prepare_latents = pipe.prepare_latents
+
+    def same(*args, **kwargs):
+        # a generator's numbers in 16 bit are not its rounded fp32 numbers: draw in fp32 and round
+        wanted = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.dtype)]
+        in_fp32 = [torch.float32 if isinstance(x, torch.dtype) else x for x in args]
+        named = {k: torch.float32 if isinstance(x, torch.dtype) else x for k, x in kwargs.items()}
+        drawn = prepare_latents(*in_fp32, **named)
+        if not wanted:
+            return drawn
+        if isinstance(drawn, tuple):  # FLUX: the latents and their position ids
+            return drawn[0].to(wanted[0]), *drawn[1:]
+        return drawn.to(wanted[0])
+
+    pipe.prepare_latents = same
+    try:
+        yield
+    finally:
+        del pipe.prepare_latents
+
+
+@contextmanager
+def in_float32(pipe) -> Iterator[None]:
+    """Convert all models of a pipeline to fp32, and give them their own tensors back afterwards."""
+    models = [model for model in pipe.components.values() if isinstance(model, torch.nn.Module)]
+    tensors = [t for m in models for t in (*m.parameters(), *m.buffers()) if t.is_floating_point()]
+    before = [tensor.data for tensor in tensors]
+    try:
+        for tensor in tensors:
+            tensor.data = tensor.data.float()
+        yield
+    finally:
+        for tensor, data in zip(tensors, before, strict=True):
+            tensor.data = data
+
+
 def floor(
     pipe, prompts, seeds, *, steps: int = 25, batch: int = 4, on_step: Callable | None = None,
     arguments: dict | None = None,
@@ -316,36 +356,15 @@ def floor(
         raise ValueError(f"pipe: got {pipe.dtype}, expected float16 or bfloat16; an fp32 pipeline is its own floor")
     name = "stock_fp16" if pipe.dtype == torch.float16 else "stock_bf16"
 
-    prepare_latents = pipe.prepare_latents
-
-    def same_noise(*args, **kwargs):
-        # a generator's numbers in 16 bit are not its rounded fp32 numbers: draw in fp32 and round
-        wanted = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.dtype)]
-        in_fp32 = [torch.float32 if isinstance(x, torch.dtype) else x for x in args]
-        named = {k: torch.float32 if isinstance(x, torch.dtype) else x for k, x in kwargs.items()}
-        drawn = prepare_latents(*in_fp32, **named)
-        if isinstance(drawn, tuple):  # FLUX: the latents and their position ids
-            return drawn[0].to(wanted[0]), *drawn[1:]
-        return drawn.to(wanted[0])
-
     def draw():
         parts = (slice(start, start + batch) for start in range(0, len(prompts), batch))
         more = {"steps": steps, "on_step": on_step, **(arguments or {})}
         return torch.cat([generate(pipe, prompts[p], seeds[p], **more) for p in parts])
 
-    models = [model for model in pipe.components.values() if isinstance(model, torch.nn.Module)]
-    tensors = [t for m in models for t in (*m.parameters(), *m.buffers()) if t.is_floating_point()]
-    before = [tensor.data for tensor in tensors]
-    pipe.prepare_latents = same_noise
-    try:
+    with same_noise(pipe):
         half = draw()
-        for tensor in tensors:
-            tensor.data = tensor.data.float()
-        full = draw()
-    finally:
-        del pipe.prepare_latents
-        for tensor, data in zip(tensors, before, strict=True):
-            tensor.data = data
+        with in_float32(pipe):
+            full = draw()
     return compare(name, "", half, full)
 
 

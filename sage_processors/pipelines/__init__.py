@@ -39,7 +39,8 @@ def installed_folder(name: str) -> Path:
     """
     found = folder(name)
     if not found.is_dir():
-        raise ImportError(f'{name} is in another package: pip install "sage-processors[demo]"', name=_PACKAGE)
+        remedy = "pip install ./demo in a checkout, or pip install its wheel file"
+        raise ImportError(f"{name} is in another package, sage-processors-demo: {remedy}", name=_PACKAGE)
     return found
 
 

@@ -46,11 +46,12 @@ def nothing_loads(monkeypatch):
     def loaded(*_, **__):
         raise AssertionError("loaded before the outputs were tried")
 
-    monkeypatch.setattr(loading, "load_pipeline", loaded)
+    for name in ("load_pipeline", "load_language_skeleton"):
+        monkeypatch.setattr(loading, name, loaded)
     monkeypatch.setattr(language, "load", loaded)
 
 
-CSV_COMMANDS = [["bench", "rules"], ["bench", "transfer"], ["calibrate", "--target-psnr", "40"]]
+CSV_COMMANDS = [["rate", "tiny_sd"], ["bench", "rules"], ["bench", "transfer"], ["calibrate", "--target-psnr", "40"]]
 
 
 @pytest.mark.parametrize("command", CSV_COMMANDS, ids=" ".join)
@@ -241,12 +242,15 @@ def test_Q38_the_package_loads_no_weights_without_saying_safetensors():
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
         if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".from_pretrained")
     ]
-    weights = [call for _, call in calls if "AutoTokenizer." not in call and "AutoConfig." not in call]
+    none = ("AutoTokenizer.", "AutoConfig.", "AutoProcessor.")
+    weights = [call for _, call in calls if not any(name in call for name in none)]
     assert len(weights) >= 3 and all("use_safetensors=True" in call for call in weights), calls
 
 
 @pytest.mark.parametrize("before", [True, False])
-@pytest.mark.parametrize("command", [["demo"], ["bench", "rules"], ["bench", "transfer"], ["calibrate"]])
+@pytest.mark.parametrize(
+    "command", [["demo"], ["rate", "tiny_sd"], ["bench", "rules"], ["bench", "transfer"], ["calibrate"]]
+)
 def test_Q39_commands_leave_tensorfloat32_as_it_was(before, command, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", before)

@@ -27,6 +27,7 @@ def said(*arguments) -> str:
 
 MODEL_COMMANDS = [
     ["demo"], ["report"], ["warm-up"], ["calibrate", "--target-psnr", "40"], ["bench", "rules"], ["bench", "transfer"],
+    ["time"], ["rate"],
 ]  # fmt: skip
 
 
@@ -57,6 +58,9 @@ def test_a_model_that_is_not_there(command, tmp_path, monkeypatch):
         ),
         (["calibrate", "tiny_flux", "--target-psnr", "40", "--scaling", "x"], "--scaling: x: expected"),
         (["calibrate"], "such as --target-psnr 40"),
+        (["time", "tiny_flux", "--preset", "faster"], "faster"),
+        (["rate", "tiny_flux", "--output", "no/where"], "expected a folder"),
+        (["rate", "tiny_flux", "--reference", "x"], "--reference: x: expected one of stock, float32"),
         (["demo", "--images", "100000000"], "--images"),
         (["bench", "rules", "--images", "100000000"], "--images"),
         (["demo", "--device", "abacus"], "abacus"),

@@ -13,7 +13,6 @@ from typing import Any
 
 from ...options import SageAttnProcessor
 from ...patching.on_import import when_imported
-from .discovery import denoisers
 from .pipeline_method import known_pipelines
 
 
@@ -30,6 +29,8 @@ _CLASSES = {
 
 def _target_of(model: Any) -> Any:
     """Return the pipeline that has this model as its only denoiser, so that steps are known; else the model."""
+    from .discovery import denoisers  # which imports torch: `sage-processors --help` does without
+
     found = (pipe for pipe in known_pipelines() if [x for x in denoisers(pipe).values()] == [model])
     return next(found, model)
 

@@ -1,0 +1,255 @@
+"""Rate a checkpoint: pictures or clips in INT8, and of another exact kernel, against a reference of the same seeds.
+
+Another exact kernel draws other pictures, too, since its rounding differs. Its distance is the noise floor: what no
+method can be asked to beat. Every picture is compared with it pair by pair.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ...files.strict_json import plain_data
+from ...files.whole_file import whole_file, write_whole
+from ...options import SageAttnProcessor
+from ...reporting.layer_report import NOTHING_RAN
+from .. import metrics, quality, videos
+from ..side_by_side import amplification
+
+
+OURS, FLOOR, STOCK, REFERENCE = "int8", "another exact kernel", "stock", "reference"
+REFERENCES = ("stock", "float32")
+LEAST_PAIRS = 6  # see cli/calibrate.py: with fewer, equal methods differ by chance more often than once in 20 times
+
+
+@contextmanager
+def another_kernel() -> Iterator[None]:
+    """Run attention with another exact kernel than PyTorch's usual one: mem-efficient on a GPU, math on a CPU."""
+    with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+        yield
+
+
+def usable(name: str, measure: Callable[[], Any]) -> str:
+    """Return why a metric can't be used here, "" if it can."""
+    try:
+        measure()
+    except (ImportError, OSError, ValueError) as error:
+        return f"{name}: {str(error).splitlines()[0]}"
+    return ""
+
+
+class ClipScore:
+    """Cosine of CLIP's embeddings of pictures and prompts, times 100, with a model that is on the disk already.
+
+    name: a folder, or a Hub name in the local cache: nothing is downloaded. Raises: OSError or ValueError without it.
+    """
+
+    def __init__(self, name: str, device: torch.device):
+        from transformers import AutoProcessor, CLIPModel
+
+        self.model = CLIPModel.from_pretrained(name, local_files_only=True, use_safetensors=True).to(device).eval()
+        self.processor = AutoProcessor.from_pretrained(name, local_files_only=True)
+
+    @torch.no_grad()
+    def __call__(self, pictures: torch.Tensor, prompts: Sequence[str]) -> list[float]:
+        """Return one score for each picture [N, 3, H, W] in [0, 1] and its prompt."""
+        given = self.processor(
+            text=list(prompts),
+            images=list(pictures),
+            return_tensors="pt",
+            padding=True,
+            truncation=True,
+            do_rescale=False,
+        )
+        found = self.model(**given.to(self.model.device))
+        scores: list[float] = (found.image_embeds * found.text_embeds).sum(-1).mul(100).tolist()
+        return scores
+
+
+def rate(
+    pipe: Any,
+    prompts: Sequence[tuple[str, str]],
+    seeds: Sequence[int],
+    config: SageAttnProcessor,
+    folder: Path,
+    *,
+    name: str,
+    steps: int,
+    batch: int = 4,
+    reference: str = "stock",
+    clip: str | None = None,
+    arguments: dict[str, Any] | None = None,
+    on_step: Callable[[], None] | None = None,
+) -> dict[str, Any]:
+    """Draw every prompt in each way, measure, and write rating.json and the pictures after each batch.
+
+    A folder with a part of the same rating is gone on with.
+
+    Args:
+        pipe: a text-to-image or text-to-video pipeline. prompts: pairs (category, prompt). seeds: one for each.
+        config: the options under test. name: of the checkpoint.
+        reference: "stock", or "float32" for all of the pipeline in fp32 (twice the memory of a 16-bit one).
+        clip: a CLIP model on the disk; None: no CLIP score. arguments: more for the pipeline's call.
+    Returns: settings, rows (one for each prompt), summary, notes and verdict.
+    Raises: ValueError for a folder with a rating of other settings.
+    """
+    settings = {
+        "model": name, "options": repr(config), "steps": steps, "reference": reference, "dtype": str(pipe.dtype),
+        "prompts": [list(pair) for pair in prompts], "seeds": list(seeds), "arguments": plain_data(arguments or {}),
+        "batch": batch, "device": pipe.device.type,
+    }  # fmt: skip
+    state = _started(folder, settings)
+    (folder / "pictures").mkdir(exist_ok=True)
+    score = None if clip is None else ClipScore(clip, pipe.device)
+    zeros = torch.zeros(1, 3, 64, 64)
+    missing = usable("LPIPS", lambda: metrics.lpips(zeros, zeros))
+    state["notes"] = [missing] if missing else []
+    draw = {"steps": steps, "on_step": on_step, **(arguments or {})}
+    for start in range(len(state["rows"]), len(prompts), batch):
+        part = slice(start, start + batch)
+        texts = [prompt for _, prompt in prompts[part]]
+        drawn, calls = _drawn(pipe, texts, list(seeds[part]), config, reference, draw)
+        measured = {way: _measured(x, drawn[REFERENCE], not missing) for way, x in drawn.items() if way != REFERENCE}
+        if score is not None:
+            for way, x in drawn.items():
+                middle = x[:, x.shape[1] // 2] if x.dim() == 5 else x
+                measured.setdefault(way, {})["clip"] = score(middle, texts)
+        for i, (category, prompt) in enumerate(prompts[part]):
+            own = {way: {key: values[i] for key, values in found.items()} for way, found in measured.items()}
+            row = {"category": category, "prompt": prompt, "seed": seeds[start + i], "metrics": own, "calls": calls}
+            state["rows"].append(row | {"pictures": _saved(drawn, i, start + i, folder)})
+        state |= summarise(state["rows"])
+        write_state(state, folder)
+    return state
+
+
+def write_state(state: dict[str, Any], folder: Path) -> None:
+    """Write rating.json."""
+    write_whole(folder / "rating.json", json.dumps(plain_data(state), indent=1, allow_nan=False).encode())
+
+
+def append_rows(path: Path, name: str, state: dict[str, Any], recipe: str) -> None:
+    """Append PSNR and SSIM of INT8 and of the noise floor to results.csv, as cases of `name`."""
+    device = state["settings"]["device"]
+    found = []
+    for way, case, own in ((OURS, "rated", recipe), (FLOOR, "another_kernel", "")):
+        values = {key: tuple(row["metrics"][way][key] for row in state["rows"]) for key in ("psnr_db", "ssim")}
+        ran, others = (state["summary"][key] if own else 0 for key in ("int8_calls", "other_calls"))
+        found.append(quality.Quality(case, own, values["psnr_db"], values["ssim"], ran, others))
+    quality.append_results(path, name, found, device=device)
+
+
+def _started(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    file = folder / "rating.json"
+    settings = json.loads(json.dumps(plain_data(settings)))
+    if not file.is_file():
+        folder.mkdir(exist_ok=True)
+        return {"settings": settings, "rows": []}
+    state: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    other = [key for key in settings if state.get("settings", {}).get(key) != settings[key]]
+    if other:
+        raise ValueError(
+            f"{folder} holds a rating with another {', '.join(other)}: choose another --output or remove it"
+        )
+    return state
+
+
+def _drawn(pipe, texts, seeds, config, reference, draw) -> tuple[dict[str, torch.Tensor], list[int]]:
+    """Return {way: pictures} and [calls in INT8, calls in 16 bit] of one batch."""
+    from ...diffusion.handle import apply
+
+    found = {}
+    with quality.same_noise(pipe):
+        if reference == "float32" and pipe.dtype != torch.float32:
+            with quality.in_float32(pipe):
+                found[REFERENCE] = quality.generate(pipe, texts, seeds, **draw)
+            found[STOCK] = quality.generate(pipe, texts, seeds, **draw)
+        else:
+            found[REFERENCE] = quality.generate(pipe, texts, seeds, **draw)
+        with another_kernel():
+            found[FLOOR] = quality.generate(pipe, texts, seeds, **draw)
+        with apply(pipe, config) as handle:
+            found[OURS] = quality.generate(pipe, texts, seeds, **draw)
+            report = handle.report()
+    return found, [report.calls, sum(report.fallbacks.values())]
+
+
+def _measured(x: torch.Tensor, reference: torch.Tensor, lpips: bool) -> dict[str, list[float]]:
+    compared = quality.compare("", "", x, reference)
+    found = {"psnr_db": list(compared.psnr_db), "ssim": list(compared.ssim)}
+    if x.dim() == 5:
+        found["flicker"] = videos.flicker(x, reference).tolist()
+    elif lpips:
+        found["lpips"] = metrics.lpips(x, reference).tolist()
+    return found
+
+
+def _saved(drawn: dict[str, torch.Tensor], i: int, number: int, folder: Path) -> dict[str, str]:
+    """Write the reference, ours and their amplified difference as PNGs, of a clip its middle frame."""
+    from PIL import Image
+
+    shown = {way: drawn[way][i] for way in (REFERENCE, OURS)}
+    shown = {way: x[x.shape[0] // 2] if x.dim() == 4 else x for way, x in shown.items()}
+    gain = amplification(shown[REFERENCE][None], shown[OURS][None])
+    shown[f"difference x {gain}"] = ((shown[OURS] - shown[REFERENCE]).abs() * gain).clamp(0, 1)
+    names = {}
+    for place, (way, x) in enumerate(shown.items()):
+        names[way] = f"pictures/{number:04}_{place}.png"
+        pixels = (x.clamp(0, 1) * 255).round().to(torch.uint8).permute(1, 2, 0).numpy()
+        with whole_file(folder / names[way]) as file:
+            Image.fromarray(pixels).save(file, format="png")
+    return names
+
+
+def summarise(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the means by way, the paired differences from the noise floor with 95 % intervals, and a verdict."""
+    ways = [way for way in (REFERENCE, STOCK, FLOOR, OURS) if way in rows[0]["metrics"]]
+    means = {
+        way: {
+            key: metrics.mean_interval([row["metrics"][way][key] for row in rows]) for key in rows[0]["metrics"][way]
+        }
+        for way in ways
+    }
+    further = {
+        key: metrics.paired_interval(*([row["metrics"][way][key] for row in rows] for way in (OURS, FLOOR)))
+        for key in rows[0]["metrics"][OURS]
+    }
+    worst = min(row["metrics"][OURS]["psnr_db"] for row in rows)
+    calls = [sum(row["calls"][i] for row in rows) for i in (0, 1)]
+    summary = {
+        "means": {way: {key: list(x) for key, x in found.items()} for way, found in means.items()},
+        "ours_minus_floor": {key: list(x) for key, x in further.items()},
+        "worst_psnr_db": worst, "int8_calls": calls[0], "other_calls": calls[1],
+    }  # fmt: skip
+    return {"summary": summary, "verdict": _verdict(len(rows), means, further, worst, calls)}
+
+
+def _verdict(count, means, further, worst, calls) -> str:
+    """Return the rating in one sentence."""
+    if not calls[0]:
+        return f"Not rated: {NOTHING_RAN}."
+    ours, floor = (means[way]["psnr_db"].value for way in (OURS, FLOOR))
+    apart = further["psnr_db"]
+    if count < LEAST_PAIRS:
+        head = (
+            f"{count} of at least {LEAST_PAIRS} pictures, too few to say how INT8 compares with another exact kernel"
+        )
+    elif apart.low > 0:
+        head = "INT8 is nearer to the reference than another exact kernel"
+    elif apart.high >= 0:
+        head = "INT8 is no further from the reference than another exact kernel, as far as these pictures tell"
+    else:
+        interval = f"{-apart.value:.1f} dB ({-apart.high:.1f} to {-apart.low:.1f})"
+        head = f"INT8 is {interval} further from the reference than another exact kernel"
+    share = calls[0] / sum(calls)
+    return (
+        f"{head}: PSNR {ours:.1f} dB, where the other kernel has {floor:.1f}; SSIM "
+        f"{means[OURS]['ssim'].value:.4f} and {means[FLOOR]['ssim'].value:.4f}; worst of {count} pictures "
+        f"{worst:.1f} dB; {share:.0%} of attention calls in INT8."
+    )

@@ -1,0 +1,252 @@
+"""`time` and `rate` on the small models, offline: figures that are right, pages that are whole, work that goes on."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from html.parser import HTMLParser
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers
+from typer.testing import CliRunner
+
+import sage_processors as sp
+from sage_kernels.results import read_rows
+from sage_processors.cli import main as cli
+from sage_processors.cli import random_weights
+from sage_processors.evaluation import quality
+from sage_processors.evaluation.protocol import rating, rating_page, timing
+from sage_processors.evaluation.protocol.prompts import PROMPTS, built_in, from_file
+
+
+SMALL = ["--steps", "2", "--batch", "1", "--device", "cpu", "--json"]
+
+
+def invoke(*words, code=0):
+    done = CliRunner(env={"HF_HUB_OFFLINE": "1"}).invoke(cli.app, [str(word) for word in words])
+    assert done.exit_code == code, (done.output, done.exception)
+    return json.loads(done.stdout) if "--json" in words and not code else done.output
+
+
+class Page(HTMLParser):
+    """Tags of a page, and its images."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.open, self.images, self.seen = [], [], []
+        self.feed(path.read_text(encoding="utf-8"))
+        assert self.open == []
+
+    def handle_starttag(self, tag, attributes):
+        self.seen.append(tag)
+        if tag == "img":
+            self.images.append(dict(attributes))
+        elif tag not in ("meta", "link", "br"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def test_rate_draws_measures_and_writes_a_page(tmp_path):
+    found = invoke("rate", "tiny_flux", "--images", 2, *SMALL, "--output", tmp_path / "r", "--csv", tmp_path / "r.csv")
+    state = json.loads((tmp_path / "r" / "rating.json").read_text())
+    psnr = [row["metrics"]["int8"]["psnr_db"] for row in state["rows"]]
+    assert len(psnr) == 2 and found["worst_psnr_db"] == min(psnr) and all(35 < value < 100 for value in psnr)
+    assert found["means"]["another exact kernel"]["psnr_db"][0] > 100 > found["means"]["int8"]["psnr_db"][0]
+    assert found["int8_calls"] > 0 and "too few to say" in found["verdict"]
+    page = Page(tmp_path / "r" / "index.html")
+    assert len(page.images) == 6 and all(
+        image["alt"] and (tmp_path / "r" / image["src"]).is_file() for image in page.images
+    )
+    assert "script" not in page.seen and "http" not in (tmp_path / "r" / "index.html").read_text()
+    cases = {row["case"]: row for row in read_rows(tmp_path / "r.csv") if row["metric"] == "psnr_db_mean"}
+    assert set(cases) == {"tiny_flux/rated", "tiny_flux/another_kernel"}
+    assert float(cases["tiny_flux/rated"]["median"]) == pytest.approx(sum(psnr) / 2, abs=0.01)
+    said = invoke("rate", "tiny_flux", "--images", 3, *SMALL, "--output", tmp_path / "r", code=2)
+    assert "holds a rating with another prompts, seeds" in said
+
+
+def test_rate_goes_on_where_it_was_interrupted(tmp_path, monkeypatch):
+    words = ("rate", "tiny_flux", "--images", 2, *SMALL, "--output", tmp_path / "r")
+    generate, calls = quality.generate, []
+
+    def watched(pipe, prompts, *args, **options):
+        calls.append(prompts)
+        if len(calls) == 5:
+            raise OSError("the power went")
+        return generate(pipe, prompts, *args, **options)
+
+    monkeypatch.setattr(quality, "generate", watched)
+    invoke(*words, code=1)
+    first = json.loads((tmp_path / "r" / "rating.json").read_text())["rows"]
+    assert len(first) == 1 and len(calls) == 5
+    invoke(*words)
+    rows = json.loads((tmp_path / "r" / "rating.json").read_text())["rows"]
+    assert len(calls) == 8 and rows[:1] == first and len(rows) == 2
+
+
+@pytest.mark.slow("draws in two dtypes")
+def test_rate_against_float32_has_stock_beside_it(tmp_path):
+    more = ("--dtype", "bfloat16", "--reference", "float32", "--output", tmp_path / "r")
+    found = invoke("rate", "tiny_flux", "--images", 1, *SMALL, *more)["means"]
+    assert list(found) == ["stock", "another exact kernel", "int8"]
+    assert 30 < found["int8"]["psnr_db"][0] <= found["stock"]["psnr_db"][0] + 3 < 70
+
+
+@pytest.mark.slow("draws clips")
+def test_rate_clips_by_frame_and_flicker(tmp_path, monkeypatch):
+    size = {"height": 64, "width": 64, "num_frames": 9, "max_sequence_length": 32}
+    monkeypatch.setitem(sp.pipelines._CALL_ARGUMENTS, "tiny_wan", size)
+    found = invoke("rate", "tiny_wan", "--images", 1, *SMALL, "--output", tmp_path / "r")
+    assert found["means"]["int8"]["flicker"][0] > 0 and found["means"]["int8"]["psnr_db"][0] > 30
+
+
+def test_rate_of_a_model_in_which_nothing_runs_in_int8_ends_with_an_error(tmp_path):
+    policy = tmp_path / "p.json"
+    sp_options = sp.SageAttnProcessor(layers={"*": {"recipe": "16bit"}}, min_tokens=10**6)
+    from sage_processors.calibration.policy_files import write_policy
+
+    write_policy(policy, sp_options, [], budget={}, result={}, curve=[])
+    words = ("rate", "tiny_flux", "--images", 1, *SMALL[:-1], "--output", tmp_path / "r", "--policy", policy)
+    assert "nothing was rated" in invoke(*words, code=1)
+
+
+def row(ours: float, floor: float, calls=(3, 0)) -> dict:
+    each = {"int8": ours, "another exact kernel": floor}
+    return {"metrics": {way: {"psnr_db": x, "ssim": 0.9} for way, x in each.items()}, "calls": list(calls)}
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ([row(40 + i % 2, 50 + i) for i in range(8)], r"INT8 is 13\.0 dB \(\d+\.\d to \d+\.\d\) further"),
+        (
+            [row(50 + (-1) ** i, 50) for i in range(8)],
+            "no further from the reference than another exact kernel, as far",
+        ),
+        ([row(51 + i, 50 + i) for i in range(8)], "INT8 is nearer to the reference"),
+        ([row(30, 50)] * 5, "5 of at least 6 pictures, too few"),
+        ([row(30, 50, (0, 3))] * 8, "Not rated: no call ran in INT8"),
+    ],
+)
+def test_verdicts_follow_the_paired_interval(rows, words):
+    assert re.search(words, rating.summarise(rows)["verdict"])
+
+
+def test_a_page_escapes_what_others_wrote(tmp_path):
+    state = {"settings": {"model": "<b>x"}, "rows": [], "notes": ["<i>"], **rating.summarise([row(40, 50)] * 6)}
+    named = {"category": "", "prompt": 'a "sign" <b> {0}', "seed": 1, "pictures": {"int8": "x.png"}}
+    rating_page.write_page(state | {"rows": [row(40, 50) | named]}, tmp_path / "x.html")
+    page = Page(tmp_path / "x.html")
+    assert page.images[0]["alt"] == 'int8: a "sign" <b> (0)' and "b" not in page.seen and "i" not in page.seen
+
+
+def test_clip_scores_come_from_a_model_on_the_disk(tmp_path):
+    tokenizer = transformers.AutoTokenizer.from_pretrained(sp.pipelines.path("tiny_sd") / "tokenizer")
+    tokenizer.save_pretrained(tmp_path)
+    small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text, vision = (
+        small | {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id},
+        small | {"image_size": 32, "patch_size": 16},
+    )
+    torch.manual_seed(0)
+    config = transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=8)
+    transformers.CLIPModel(config).save_pretrained(tmp_path)
+    size = {"crop_size": {"height": 32, "width": 32}, "size": {"shortest_edge": 32}}
+    transformers.CLIPImageProcessor(**size).save_pretrained(tmp_path)
+    score = rating.ClipScore(str(tmp_path), torch.device("cpu"))
+    pictures = torch.rand(2, 3, 40, 40, generator=torch.Generator().manual_seed(0))
+    two = score(pictures, ["a red circle", "a circle"])
+    assert two == pytest.approx(
+        [score(pictures[i : i + 1], [p])[0] for i, p in enumerate(("a red circle", "a circle"))], abs=1e-3
+    )
+    assert two[0] != two[1] and all(-100 <= x <= 100 for x in two)
+    assert "nowhere" in rating.usable("CLIP", lambda: rating.ClipScore(str(tmp_path / "nowhere"), torch.device("cpu")))
+
+
+def test_rate_of_a_language_model(tmp_path):
+    small = ("--windows", 4, "--context", 65, "--new-tokens", 3, "--device", "cpu", "--json")
+    found = invoke("rate", "tiny_lm", *small, "--output", tmp_path / "lm", "--csv", tmp_path / "r.csv")
+    means = found["means"]
+    assert 0 <= means["another exact kernel"]["kl"][0] < 1e-9 < means["int8"]["kl"][0] < 1e-3
+    assert means["int8"]["loss"][0] == pytest.approx(means["stock"]["loss"][0], rel=0.01) and found["int8_calls"] > 0
+    assert "perplexity" in found["verdict"] and Page(tmp_path / "lm" / "index.html").images == []
+    assert {row["case"] for row in read_rows(tmp_path / "r.csv")} == {
+        f"tiny_lm/{x}" for x in ("stock", "prefill", "prefill_kv")
+    }
+
+
+def test_prompts_of_a_file_and_of_categories(tmp_path):
+    assert [category for category, _ in built_in(9)] == [*PROMPTS, next(iter(PROMPTS))] and len(
+        set(built_in(32))
+    ) == 32
+    assert {category for category, _ in built_in(6, ["writing"])} == {"writing"}
+    (tmp_path / "p.txt").write_text("one\n\ntwo\n")
+    assert from_file(tmp_path / "p.txt") == [("", "one"), ("", "two")]
+    assert "expected one of colours" in invoke("rate", "tiny_flux", "--category", "cats", code=2)
+    assert "could not be read" in invoke("rate", "tiny_flux", "--prompts", tmp_path / "no.txt", code=2)
+
+
+# --- time ---
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_picture_is_what_surrounds_the_steps_and_all_steps(whole, monkeypatch):
+    clock, calls = [0.0], []
+
+    def call(steps):
+        clock[0] += 0.5 + 0.1 * steps + 2.0 * (not calls)
+        calls.append(steps)
+
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    found = timing.time_calls(call, 28, torch.device("cpu"), few=2, more=6, whole=whole)
+    assert found == pytest.approx((3.3, 0.1, 0.5, 2.0, None)) and (28 in calls) == whole
+
+
+@pytest.mark.parametrize(
+    ("ours", "calls", "words"),
+    [
+        (1.0, 9, "Yes, on A GPU: 1.00 s a picture, stock 2.00 s (0.50), 3.0 GiB for stock's 3.0"),
+        (1.98, 9, "No, on A GPU: 1.98"),
+        (1.0, 0, "No: nothing of this model ran"),
+    ],
+)
+def test_yes_or_no_for_this_gpu(ours, calls, words, monkeypatch):
+    monkeypatch.setattr(timing.torch.cuda, "get_device_name", lambda device=None: "A GPU")
+    times = {way: timing.Timing(total, 0.1, 0.1, 0.1, 3.0) for way, total in (("stock", 2.0), ("int8", ours))}
+    assert timing.verdict(times, calls, torch.device("cuda"), "picture").startswith(words)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("tiny_flux", "--steps", 4, "--timed", 1),
+        pytest.param(
+            ("tiny_lm", "--prompt-tokens", 16, "--new-tokens", 4, "--random"), marks=pytest.mark.slow("as below")
+        ),
+    ],
+    ids=["picture", "text"],
+)
+def test_time_of_small_models(words):
+    found = invoke("time", *words, "--device", "cpu", "--json")
+    assert found["int8_calls"] > 0 and found["verdict"].startswith("No GPU")
+    assert all(time["total"] >= time["rest"] >= 0 and time["peak_gib"] is None for time in found["times"].values())
+
+
+def test_random_weights_have_the_true_shapes_and_need_no_weights(tmp_path):
+    folder = tmp_path / "configs"
+    shutil.copytree(sp.pipelines.path("tiny_flux"), folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    pipe = random_weights.random_pipeline(str(folder), torch.device("cpu"), torch.bfloat16)
+    import diffusers
+
+    true = diffusers.DiffusionPipeline.from_pretrained(sp.pipelines.path("tiny_flux"), use_safetensors=True)
+    assert set(pipe.components) == set(true.components) and pipe.dtype == torch.bfloat16
+    for name, model in true.components.items():
+        if isinstance(model, torch.nn.Module):
+            shapes = [{k: v.shape for k, v in m.state_dict().items()} for m in (model, pipe.components[name])]
+            assert shapes[0] == shapes[1]
+    assert quality.generate(pipe, ["a"], [0], steps=1).isfinite().all()
