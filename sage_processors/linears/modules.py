@@ -152,7 +152,7 @@ def _in_8_bit(module, base, x):
         with shared.lock:
             if state.prepare(module):
                 return _multiplied(module, state, x, is_postponed)
-            reason = "weight" if state.failed else "other"
+            reason = state.failure if state.failed else "other"
     if reason in ("training", "gradient"):
         state.may_be_trained(module)
     state.count_in_16_bit(reason)
@@ -200,7 +200,7 @@ def _compiled(module, base, x):
     codes = home.get(CODES)
     balance = None if state.balance is None else state.balance.vector
     if reason is None and (codes is None or state.failed or codes.device != x.device or not state.is_filled):
-        reason = "weight"
+        reason = state.failure
     if reason is None and balance is not None and balance.device != x.device:
         reason = "weight"
     if reason is not None:

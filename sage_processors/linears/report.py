@@ -82,6 +82,9 @@ def notes_of(swap) -> list[str]:
     if obstacles:
         count = sum(map(bool, found))
         notes.append(f"In {count} of {len(found)} blocks no result is postponed: {', '.join(obstacles)}.")
+    without = sum(state.failed and state.failure == "memory" for state in swap.states())
+    if without:
+        notes.append(f"{without} linear layers run in 16 bit (memory): {REMEDIES['memory']}.")
     return notes + [TAKEN_IN] * any(state.shared.is_taken_in for state in swap.states())
 
 
@@ -117,7 +120,7 @@ def rows_of(swap) -> list[dict]:
             notes += (
                 [REMEDIES["patched"]] if is_replaced(getattr(type(choice.module), "_sage_base", nn.Linear)) else []
             )
-            notes += [REMEDIES["weight"]] if known.failed else []
+            notes += [REMEDIES[known.failure]] if known.failed else []
             notes += ["16-bit weight dropped"] if known.dropped else []
             row["note"] = "; ".join(notes)
         rows.append(row)

@@ -28,6 +28,7 @@ from .swap_hooks import EndHook, PrepareHook
 from .weights.fingerprints import are_changed
 from .weights.layers import Choice, choose, repeated_blocks
 from .weights.linear_state import LEAST_WORK, LinearState, Shared, is_timed, linear_state
+from .weights.room import Room
 from .weights.storage import Storage, is_captured
 
 
@@ -66,6 +67,7 @@ class LinearSwap:
         self._owner = Owner(self)
         self._on_unsupported = on_unsupported
         self._shared = Shared(LEAST_WORK if min_features is None else 0, model, self._owner)
+        self._shared.room = None if drop_weights or ready is not None else Room()
         self._short = ShortForwards(self._shared)
         self._states: dict[int, tuple[Any, LinearState]] = {}
         self._norms, self._blocks, self._rotations = dict[int, Any](), dict[int, Any](), HeadRotations()
@@ -236,7 +238,7 @@ class LinearSwap:
 
         Large layers with one row per sample, which were in 16 bit until now, get 8-bit weights too.
         """
-        self.drop_weights, self._drops_next = True, False
+        self.drop_weights, self._drops_next, self._shared.room = True, False, None
         self._swap_chosen()
         for module, state in self._states.values():
             if state.is_filled or not self._is_quantised_later(module):

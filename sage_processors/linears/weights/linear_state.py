@@ -20,6 +20,7 @@ from ...unsupported import UnsupportedLinearError
 from .fingerprints import checksum, sample_of
 from .layers import WEIGHT_ONLY, has_compiled_parts
 from .replays import Replays
+from .room import Room
 from .storage import Storage, is_captured
 
 
@@ -38,6 +39,7 @@ EVENTS = (
     "subclass",
     "device",
     "weight",
+    "memory",
     "short",
     "patched",
     "other",
@@ -54,6 +56,7 @@ REMEDIES = {
     "dtype": "float16, bfloat16 and float32 only: cast the model",
     "autocast": "autocast to float16 or bfloat16 only",
     "weight": "its weight holds NaN or inf",
+    "memory": 'the GPU has no room for its 8-bit weight beside the 16-bit one: preset "small" drops the latter',
     "patched": "torch.nn.Linear.forward or F.linear was replaced: it runs in 8 bit with torch's own again",
     "short": "too little work for 8 bit to pay: Linears(min_features=1024) runs it in 8 bit all the same",
 }
@@ -92,6 +95,7 @@ class Shared:
         lock: held while an 8-bit weight is made, put into another order or read by a call, as several threads may
             run forwards. No lock of attention is taken meanwhile.
         replays: Replays, of CUDA graphs of the whole model.
+        room: Room for 8-bit weights beside the 16-bit ones; None: they take their place.
         owner: Owner of the swap that will undo this; in a copy, one that is gone.
     """
 
@@ -102,6 +106,7 @@ class Shared:
         self.forwards = 0
         self.lock = threading.RLock()
         self.replays = Replays()
+        self.room: Room | None = None
 
     def __getstate__(self) -> dict[str, Any]:  # a copy's layers learn their model when its first forward begins
         kept = {name: value for name, value in self.__dict__.items() if name not in NOT_COPIED}
@@ -144,7 +149,7 @@ class LinearState:
         touched: the 16-bit weight was handed out since it was last compared, or gradients were enabled. Then it may
             have changed without a counted write: through `.data`, or by a fused optimizer. bias_touched: of the bias.
         dropped: the 16-bit weight is gone.
-        failed: its weight can't be quantised.
+        failed: its weight can't be quantised. failure: the reason, "weight" or "memory".
         short_below: calls with fewer numbers in their input are short; 0 if no call is.
         is_short_compiled: a compiled call was short.
         is_resting: it runs in 16 bit for now, without counting that, while others are measured (calibration).
@@ -166,6 +171,7 @@ class LinearState:
         self.is_balanced = False
         self.version = 0
         self.touched = self.bias_touched = self.dropped = self.failed = False
+        self.failure = "weight"
         self._weight: Any = _nothing
         self._weight_version: int | None = None
         self._checksum: tuple | None = None
@@ -288,6 +294,10 @@ class LinearState:
 
     def rows_from(self, weight, balance) -> QuantizedRows | None:
         """Quantise a weight [N, K] divided by balance [K]. Returns None, and logs why, if that is impossible."""
+        room, self.failure = self.shared.room, "weight"
+        if room is not None and self.storage.device is None and not room.has(self.storage.size, weight.device):
+            self.failure = "memory"
+            return None
         try:
             balance = None if balance is None else balance.to(weight.device)
             format = "int8" if self.is_weight_only else self.format

@@ -114,6 +114,11 @@ class Storage:
         codes = self.modules[0]._buffers.get(CODES)
         return None if codes is None else codes.device
 
+    @property
+    def size(self) -> int:
+        """Bytes of the codes of the whole matrix."""
+        return sum(int(module.in_features * module.out_features) for module in self.modules)
+
     def move(self, device: torch.device) -> None:
         """Move the weights to the device of a call."""
         for name in (CODES, SCALE):

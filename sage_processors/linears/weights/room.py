@@ -1,0 +1,37 @@
+"""How much GPU memory 8-bit weights may take beside the 16-bit ones, so that a model that fits still fits."""
+
+from __future__ import annotations
+
+import torch
+
+
+def free_bytes(device: torch.device) -> tuple[int, int] | None:
+    """Return (bytes that can be allocated on a GPU, bytes that this process once had beyond what it has now).
+
+    None for other devices: nobody counts there.
+    """
+    if device.type != "cuda":
+        return None
+    free, _ = torch.cuda.mem_get_info(device)
+    allocated = torch.cuda.memory_allocated(device)
+    cached = torch.cuda.memory_reserved(device) - allocated
+    return free + cached, torch.cuda.max_memory_allocated(device) - allocated
+
+
+class Room:
+    """The memory that 8-bit weights of one swap leave free on each GPU.
+
+    That is half of what was free before the first one, for activations and whatever else runs, and at least as much
+    as the process has needed so far. Graphs come later: they take at most half of what is left then.
+    """
+
+    def __init__(self) -> None:
+        self._reserves: dict[torch.device, int] = {}
+
+    def has(self, size: int, device: torch.device) -> bool:
+        """Return True if so many bytes may be taken on a device."""
+        found = free_bytes(device)
+        if found is None:
+            return True
+        free, needed = found
+        return free - size >= self._reserves.setdefault(device, max(free // 2, needed))
