@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import re
+from html import escape, unescape
 from pathlib import Path, PurePosixPath
 
 from mkdocs.structure.files import File
@@ -28,6 +29,8 @@ PAGES = (
     "kernels/benchmarks/RESULTS.md",
 )
 LINK = re.compile(r"\[(?P<text>[^\]]+)\]\((?P<link>[^)\s#:]+)(?P<anchor>#[^)\s]*)?\)")
+TABLE = re.compile(r"<table>.*?</table>", re.DOTALL)
+TAG = re.compile(r"(<[^>]+>)")
 FENCE = re.compile(r"(^```.*?^```$|`[^`\n]+`)", re.MULTILINE | re.DOTALL)
 
 
@@ -55,6 +58,24 @@ def on_files(files, config):
         if (ROOT / path).is_file():
             files.append(File.generated(config, place(path), abs_src_path=str(ROOT / path)))
     return files
+
+
+def on_page_content(html, page, config, files):
+    """Every cell of a table knows its column's heading: on a phone a row is shown as a card."""
+    return TABLE.sub(lambda match: _labelled(match[0]), html)
+
+
+def _labelled(table):
+    heads = [unescape(TAG.sub("", head)).strip() for head in re.findall(r"<th[^>]*>(.*?)</th>", table, re.DOTALL)]
+
+    def row(match):
+        number = iter(range(len(heads)))
+        label = lambda cell: f'<td data-label="{escape(heads[next(number)])}"{cell[1]}>'  # noqa: E731
+        return re.sub(r"<td([^>]*)>", label, match[0])
+
+    parts = TAG.split(re.sub(r"<tr>.*?</tr>", row, table, flags=re.DOTALL))
+    # odd parts are tags; long names break behind an underscore, so that numbers need not break at all
+    return "".join(part if i % 2 else re.sub(r"(?<=\w)_(?=\w)", "_<wbr>", part) for i, part in enumerate(parts))
 
 
 def on_page_markdown(markdown, page, config, files):
