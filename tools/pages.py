@@ -16,8 +16,8 @@ from .tables import launch_layers, peers, results_markdown
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "kernels" / "benchmarks" / "results.csv"
 PAGES = (
-    "README.md", "docs/index.md", "docs/guide.md", "docs/linears.md", "docs/recipes.md", "docs/results.md", "docs/comparison.md",
-    "kernels/NOTES.md",
+    "README.md", "docs/index.md", "docs/guide.md", "docs/linears.md", "docs/recipes.md", "docs/results.md",
+    "docs/comparison.md", "kernels/NOTES.md",
 )  # fmt: skip
 BEGIN = "<!-- {}:begin -->"  # markers around a section, with its name
 END = "<!-- {}:end -->"
