@@ -147,7 +147,8 @@ MODELS = (
         {
             "patch_size": 1, "in_channels": 128, "num_layers": 2, "num_single_layers": 12,  # of 8 and 48
             "attention_head_dim": 128, "num_attention_heads": 48, "joint_attention_dim": 15360,
-            "timestep_guidance_channels": 256, "mlp_ratio": 3.0, "axes_dims_rope": (32, 32, 32, 32), "rope_theta": 2000,
+            "timestep_guidance_channels": 256, "mlp_ratio": 3.0, "axes_dims_rope": (32, 32, 32, 32),
+            "rope_theta": 2000,
         },
         {"side": 64, "text": 512},
         cls="Flux2Transformer2DModel", given=_flux2, largest=(48, 4608, 128), times=("timestep", 1.0, 0.0),
@@ -164,7 +165,8 @@ MODELS = (
         {"frames": 16, "height": 68, "width": 120, "text": 256},
         reps=3, cls="HunyuanVideoTransformer3DModel", given=_hunyuan, largest=(24, 32896, 128),
         tiny_changes=(
-            _ONE | {"text_embed_dim": 32, "rope_axes_dim": (4, 4, 8)}, {"frames": 2, "height": 8, "width": 8, "text": 16},
+            _ONE | {"text_embed_dim": 32, "rope_axes_dim": (4, 4, 8)},
+            {"frames": 2, "height": 8, "width": 8, "text": 16},
         ),
     ),
     Wan("wan_14b_480p81", WAN_14B, {"frames": 21, "height": 60, "width": 104, "text": 512}, reps=3),
