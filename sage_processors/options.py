@@ -124,8 +124,8 @@ class SageAttnProcessor:
             the comparison waits for the device once a run. Needs a pipeline; a compiled model gets a second version.
         skip: `Skip(limit=, ...)`: leave out key tiles with next to no probability. None: visit all.
         mixed: `sage_kernels.Mixed(...)`: options of the recipe "mixed". None: its defaults.
-        graphs: "auto": whole forwards come from CUDA graphs where they can be captured, from the sixth step on; other
-            forwards run eagerly, counted with their reason. "off": all run eagerly.
+        graphs: "auto": forwards come from CUDA graphs where they can be captured, as a whole from the sixth step on or
+            else block by block; the rest runs eagerly, counted with its reason. "off": all runs eagerly.
         min_tokens: attention calls with fewer queries or keys run in 16 bit (reason "short"), where INT8 saves
             nothing. None: as measured for the GPU, head_dim and recipe; never on a CPU. 0: never.
         training: "int8": calls that need a gradient, and those of modules in training mode, run in INT8, too; their

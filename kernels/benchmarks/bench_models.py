@@ -38,7 +38,7 @@ def parse(arguments=None) -> argparse.Namespace:
     parser.add_argument("--preset", default="fast")
     parser.add_argument("--tiny", action="store_true", help="tiny models of the same classes")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--csv", type=Path, default=RESULTS, help="where rows go; results.csv by default")
+    parser.add_argument("--csv", type=Path, help="where rows go; results.csv by default")
     parser.add_argument("--no-save", action="store_true", help="print only")
     return parser.parse_args(arguments)
 
@@ -128,7 +128,7 @@ def main(arguments=None) -> int:
     """Run the command. Returns 1 if a model failed."""
     options = parse(arguments)
     device, failures = torch.device(options.device), []
-    csv = None if options.no_save or options.tiny else options.csv
+    csv = None if options.no_save else options.csv or (None if options.tiny else RESULTS)
     if csv is not None:
         check_appendable(csv)
     for name in options.case or SUITE:

@@ -229,7 +229,9 @@ _HELD_ONCE = 2  # references to a storage that one tensor and one Python object 
 
 
 def without_owner(x: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of the same memory that does not keep it, so that a later capture may use it again.
+    """Return a tensor that shares the memory of x but does not own it.
+
+    A later capture may then use the memory again.
 
     Returns x itself if something else holds its memory, or without the names.
     """
@@ -244,7 +246,10 @@ def without_owner(x: torch.Tensor) -> torch.Tensor:
 
 
 def end_allocations(device: torch.device, pool: tuple[int, int]) -> None:
-    """End the allocations of a broken capture in a memory pool. Without the name they end with the process."""
+    """End the allocations of a broken capture in a memory pool.
+
+    Without the name they end with the process.
+    """
     end = find("torch._C._cuda_endAllocateToPool")
     if end is not None:
         with contextlib.suppress(RuntimeError):  # they have ended already

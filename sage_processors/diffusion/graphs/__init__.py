@@ -1,4 +1,4 @@
-"""CUDA graphs of forwards and blocks, and the checks that a replay is what an eager call would be.
+"""CUDA graphs of forwards and of blocks, and comparisons of replays with eager calls.
 
 May import host/, linears/, patching/, postponed/ and reporting/; nothing else of diffusion/.
 """

@@ -43,7 +43,7 @@ def line_of(error: BaseException) -> str:
 
 
 def tidy(device: torch.device) -> None:
-    """Give memory that PyTorch caches back to the GPU, so that a capture finds it."""
+    """Release the memory that PyTorch caches, to make room for a capture."""
     torch.cuda.synchronize(device)
     gc.collect()
     torch.cuda.empty_cache()

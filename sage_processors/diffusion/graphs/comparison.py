@@ -1,4 +1,4 @@
-"""Compare a replay with an eager forward from the same state, bit for bit, without waiting for the GPU."""
+"""Compare a replay with an eager forward bit for bit, without waiting for the GPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EVERY = 20  # runs from one comparison of a graph to the next
 
 
 class StateCopy:
-    """Copy of everything that a forward changes: statistics, plans, counters, the generator. Waits for nothing."""
+    """Copy of the state that a forward changes: statistics, plans, counters, the generator."""
 
     def __init__(self, denoiser: Any):
         counters = list(_counters(denoiser))
@@ -52,7 +52,10 @@ class StateCopy:
 
 
 class Expected(NamedTuple):
-    """What an eager call returned and left behind: results, learnt. state: of before it."""
+    """Results of an eager call, and the statistics after it.
+
+    Attributes: results, learnt: copies. state: StateCopy of the time before the call.
+    """
 
     results: list[torch.Tensor]
     learnt: list[torch.Tensor]
@@ -117,7 +120,10 @@ class Verdicts:
         self._sent.append((flags, event, [(module, drop) for _, module, drop in new]))
 
     def settle(self, *, wait: bool) -> None:
-        """Drop the graphs that differed. wait: for comparisons that are still under way; else these stay."""
+        """Drop the graphs that differed.
+
+        wait: wait for comparisons that are still under way. Without it they stay for later.
+        """
         while self._sent:
             flags, event, graphs = self._sent[0]
             if event is not None and not wait and not event.query():

@@ -117,7 +117,10 @@ class ModelGraphs:
         self._let_go()
 
     def _let_go(self, *, is_warm: bool = False) -> None:
-        """Drop all graphs, and the memory that they shared. is_warm: capture again at once where they are needed."""
+        """Drop all graphs and their memory.
+
+        is_warm: capture again at the next call, without eager steps before.
+        """
         for graphs in (self.whole, *self.blocks.values()):
             graphs.graphs.clear() if is_warm else graphs.forget()
         self._places.clear()
@@ -285,7 +288,7 @@ class ModelGraphs:
         return object() if followed is None else followed.progress.token
 
     def has_changed(self, graphs: CallGraphs) -> None:
-        """Drop the graphs of a module that is not what was captured."""
+        """Drop the graphs of a module that changed since its capture."""
         if graphs.is_block:
             graphs.graphs.clear()
         else:

@@ -1,4 +1,4 @@
-"""Put a function in the place of a module's forward, inside of the hooks that diffusers wraps around it."""
+"""Replace a module's forward inside of the hooks that diffusers wraps around it."""
 
 from __future__ import annotations
 

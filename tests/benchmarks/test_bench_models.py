@@ -1,0 +1,57 @@
+"""Suite models, at sizes for a CPU: every case runs, rows are those of the table, and a failure ends nothing else."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sage_kernels.results import read_rows
+
+
+NAMES = (
+    "flux2_dev_1024", "hunyuan_544x960x61", "wan_14b_480p81", "qwen_image_1328", "z_image_1024", "ltx_512x768x121",
+    "sd35_large_1024", "cogvideox_49", "chroma_1024", "mochi", "lumina2_1024", "flux_1024", "sdxl_1024",
+    "wan21_1_3b_480p81",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def bench(on_the_path):
+    import bench_models
+
+    return bench_models
+
+
+def test_the_suite_has_these_models(bench):
+    assert tuple(bench.SUITE) == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES[:11])
+def test_a_model_of_the_suite_runs(bench, name):
+    case = bench.SUITE[name].tiny()
+    model = bench.make_model(case, torch.device("cpu"), torch.float32)
+    with torch.no_grad():
+        out = model(**bench.make_inputs(case, 1, "cpu", torch.float32), return_dict=False)[0]
+    assert (out[0] if isinstance(out, list) else out).isfinite().all()
+    assert bench.SUITE[name].attention()["seq_q"] > 4000
+
+
+def test_rows_and_a_model_that_fails(bench, tmp_path, capsys, monkeypatch):
+    path, make_model = tmp_path / "rows.csv", bench.make_model
+
+    def failing(case, *args):
+        if case.name.startswith("mochi"):
+            raise RuntimeError("no such model\nmore")
+        return make_model(case, *args)
+
+    monkeypatch.setattr(bench, "make_model", failing)
+    cases = [x for name in ("mochi", "qwen_image_1328") for x in ("--case", name)]
+    assert bench.main(["--tiny", "--device", "cpu", "--csv", str(path), *cases]) == 1
+    printed = capsys.readouterr().out
+    assert "FAILED mochi/tiny: RuntimeError: no such model\n" in printed and "qwen_image_1328/tiny" in printed
+    rows = read_rows(path)
+    assert {row["case"] for row in rows} == {"qwen_image_1328/tiny"} and {row["suite"] for row in rows} == {"models"}
+    assert [(row["recipe"], row["metric"]) for row in rows] == [
+        ("", "time"), ("", "peak_memory"), ("preset_fast", "time"), ("preset_fast", "peak_memory"),
+        ("preset_fast", "rel_l1"),
+    ]  # fmt: skip
