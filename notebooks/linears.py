@@ -44,7 +44,7 @@ LIVE = {
         "tiny_sd": measure.Size(images=4, steps=8, batch=4),
         "tiny_flux": measure.Size(images=2, steps=4, batch=2),
     },
-    "small": {"tiny_sd": measure.Size(images=1, steps=2, batch=1)},
+    "small": {"tiny_sd": measure.Size(images=1, steps=1, batch=1)},
 }[SIZE]
 CANDIDATES = {"full": 8, "small": 2}[SIZE]
 torch.set_num_threads(1)

@@ -38,7 +38,7 @@ FIGURES = "figures"
 
 # %%
 FIGURES = Path(FIGURES)
-LIVE = {"full": measure.Size(images=2, steps=4, batch=2), "small": measure.Size(images=1, steps=2, batch=1)}[SIZE]
+LIVE = {"full": measure.Size(images=2, steps=4, batch=2), "small": measure.Size(images=1, steps=1, batch=1)}[SIZE]
 USED = sorted(name for name, recipe in RECIPES.items() if not recipe.study)
 LIVE_NAMES = {"full": sp.pipelines.names(), "small": ["tiny_flux"]}[SIZE]
 RECIPES_OF = dict.fromkeys(LIVE_NAMES, {"full": USED, "small": [DEFAULT_RECIPE]}[SIZE])

@@ -4,9 +4,8 @@
     python kernels/benchmarks/bench_launch_layers.py --case llama8b_decode_b1_4k --out rows.csv
     python kernels/benchmarks/bench_launch_layers.py --tiny --device cpu --out rows.csv
 
-Layers: `replay` (replay.py: a call equal to an earlier one runs its launches again; direct launches need it), `direct`
-(launch/direct.py: launches through the CUDA driver), `way_round` (calls that avoid PyTorch's dispatcher). They are
-switched off in this process alone, by patches.
+Layers: `replay` (replay.py: a call equal to an earlier one runs its launches again) and `way_round` (calls that
+avoid PyTorch's dispatcher). They are switched off in this process alone, by patches.
 
 Variants take turns, in another order in each round. All must give the same bits: a variant that does not gets no row.
 Decoding is single tokens on an INT8 cache of random keys with a sync after each, as in generate(); the cache is cut
@@ -42,7 +41,7 @@ from sage_kernels.results import append_row
 from sage_processors.evaluation.language import cache_argument
 
 
-ALL = frozenset(("replay", "direct", "way_round"))
+ALL = frozenset(("replay", "way_round"))
 VARIANTS = {"everything": frozenset()} | {f"without_{name}": frozenset((name,)) for name in sorted(ALL)}
 VARIANTS["without_any"] = ALL
 WARM_UP, TIMED = 2, 4  # steps of a denoiser in one turn
@@ -94,15 +93,6 @@ def dispatched_append(*tensors, position, ring=False, k_balance=None):
     torch.ops.sage_benchmarks_layers.append(*tensors, position, ring, k_balance)
 
 
-class NoDirectLaunch:
-    """Replacement of DirectLaunch that makes Triton launch."""
-
-    def __init__(self, *_):
-        from sage_kernels._triton.launch.direct import NotDirect
-
-        raise NotDirect
-
-
 def replaced(original, stand_in) -> list:
     """Return patches of an op in all modules of sage_processors that imported it by name."""
     return [
@@ -120,10 +110,6 @@ def plain_without_replay(q, *tensors) -> tuple:
 
 def _patches(off: frozenset) -> list:
     change, patches = mock.patch.object, []
-    if "direct" in off:
-        from sage_kernels._triton.launch import replay as calls
-
-        patches.append(change(calls, "DirectLaunch", NoDirectLaunch))
     if "replay" in off:
         patches.append(change(attention, "_try_replay", lambda *_, **__: (None, None)))
         patches.append(change(decode, "remember", lambda key, call, given, numbers=None: call()))
@@ -165,15 +151,11 @@ class Variant:
         return [step for replay in self.replays.values() for step in replay.launches]
 
     def describe(self) -> str:
-        steps = self.steps()
-        direct = sum(step.direct is not None for step in steps)
-        return f"{len(self.replays)} calls known, {direct} of {len(steps)} launches direct"
+        return f"{len(self.replays)} calls known, {len(self.steps())} launches"
 
     def check(self) -> None:
         """Raise RuntimeError unless exactly the layers that are on were used. For a GPU only."""
-        direct = [step.direct is not None for step in self.steps()]
-        wrong = bool(direct) == ("replay" in self.off) or ("direct" in self.off and any(direct))
-        if wrong or (not self.off and not any(direct)):
+        if bool(self.steps()) == ("replay" in self.off):
             raise RuntimeError(f"{self.name}: got {self.describe()}, expected the layers off: {sorted(self.off)}")
 
 

@@ -30,7 +30,9 @@ from tests.evaluation.test_quality import PROMPTS, pipeline
 from tests.support.outliers import varying_outliers
 
 
-SMALL = {"steps": 2, "batch": 1, "progress": False}
+SIZE = {"height": 64, "width": 64}  # a sixteenth of the work of attention
+SMALL = {"steps": 2, "batch": 1, "progress": False, "arguments": SIZE}
+OWN_SIZE = {"arguments": {}}  # at 64 pixels INT8 costs more than 16 bit, by the count
 
 
 def run(**kwargs):
@@ -94,7 +96,7 @@ def test_an_interrupted_calibration_goes_on(tmp_path, monkeypatch):
 
 @pytest.mark.slow("a calibration that tries every way")
 def test_a_budget_out_of_reach_says_so_with_the_best_and_the_curve():
-    found = run(target_psnr=119.0, scalings=("per_block",))
+    found = run(target_psnr=119.0, scalings=("per_block",), **OWN_SIZE)
     assert not found.met and found.result["psnr_db"] < 119
     best = max(found.curve, key=lambda row: row["psnr_db"])
     assert candidates.label(found.config) == best["label"] and best["psnr_db"] > found.curve[0]["psnr_db"]
@@ -109,9 +111,9 @@ def test_a_budget_between_int8_and_16_bit_demotes_just_enough():
     """With outliers that per-block scaling can't take, some layers or steps have to stay in 16 bit."""
     pipe = pipeline("tiny_flux")
     with hard_variants.inject_outliers(pipe.transformer, 64.0, 2):
-        plain = run(target_psnr=1.0, scalings=("per_block",), steps=2)
+        plain = run(target_psnr=1.0, scalings=("per_block",), **OWN_SIZE)
         target = plain.result["psnr_db"] + 6
-        found = run(target_psnr=target, scalings=("per_block",), steps=2)
+        found = run(target_psnr=target, scalings=("per_block",), **OWN_SIZE)
         assert found.met and found.result["psnr_db"] >= target
         config = found.config
         finer = config.scaling.name != "per_block" or config.rules("scaling") or config.rules("rotation")
@@ -121,7 +123,8 @@ def test_a_budget_between_int8_and_16_bit_demotes_just_enough():
         assert (found.result["int8_share"] < 1) == bool(exact) and found.result["int8_share"] > 0
         # it is what it says: drawn here, on the seeds that decided
         seeds = [found.result["looks"] * HELD_OUT]
-        drawn = quality.evaluate(pipe, PROMPTS[:1], seeds, [quality.Variant("x", config)], steps=2, batch=1)["x"]
+        variant = quality.Variant("x", config)
+        drawn = quality.evaluate(pipe, PROMPTS[:1], seeds, [variant], steps=2, batch=1)["x"]
         assert sum(drawn.psnr_db) == pytest.approx(found.result["psnr_db"], abs=0.01)
 
 
@@ -141,11 +144,11 @@ def test_attention_error_demotes_the_layers_over_it():
         quality.generate(pipe, PROMPTS[:1], [0], steps=2)
         errors = sorted(row["rel_l2"] for row in probe.summary("layer"))
     limit = (errors[1] + errors[2]) / 2  # between the second and the third of five layers
-    found = run(max_attention_error=limit, scalings=("timestep",))
+    found = run(max_attention_error=limit, scalings=("timestep",), **OWN_SIZE)
     assert found.met and 0 < found.result["attention_error"] <= limit
     assert 1 <= len(kept(found.config)) <= 4 and found.result["int8_share"] < 1
-    assert run(max_attention_error=0.5, scalings=("timestep",)).config == sp.SageAttnProcessor()
-    finer = run(max_attention_error=limit, scalings=("timestep", "per_token"))
+    assert run(max_attention_error=0.5, scalings=("timestep",), **OWN_SIZE).config == sp.SageAttnProcessor()
+    finer = run(max_attention_error=limit, scalings=("timestep", "per_token"), **OWN_SIZE)
     assert finer.met and len(kept(finer.config)) <= len(kept(found.config))
 
 
@@ -163,7 +166,7 @@ def test_attention_error_rotates_before_it_gives_a_layer_16_bit(monkeypatch):
     for rotation in ("none", "hadamard"):
         with sp.apply(pipe, sp.SageAttnProcessor(scaling="per_block", rotation=rotation)) as handle:
             with handle.probe(every=1) as probe:
-                quality.generate(pipe, PROMPTS[:1], [0], steps=2)
+                quality.generate(pipe, PROMPTS[:1], [0], steps=2, **SIZE)
                 errors[rotation] = {row["layer"]: row["rel_l2"] for row in probe.summary("layer")}
     layer = min(errors["none"], key=lambda name: errors["hadamard"][name] / errors["none"][name])
     limit = (errors["none"][layer] * errors["hadamard"][layer]) ** 0.5

@@ -110,7 +110,7 @@ def test_calibrate_writes_a_policy_and_its_rows(tmp_path):
 @pytest.mark.slow("a whole calibration")
 def test_calibrate_takes_a_recipe_and_a_dtype(tmp_path):
     output, csv = tmp_path / "policy.json", tmp_path / "results.csv"
-    small = ["tiny_flux", "--images", 1, "--steps", 2, "--batch", 1, "--device", "cpu"]
+    small = ["tiny_flux", "--images", 1, "--steps", 1, "--batch", 1, "--device", "cpu"]
     arguments = ["calibrate", *small, "--target-psnr", 10, "--scaling", "timestep", "--output", output]
     done = invoke(*arguments, "--recipe", "qk_int8_pv_fp8", "--dtype", "bfloat16", "--csv", csv)
     assert done.exit_code == 0, done.output
@@ -124,7 +124,7 @@ def test_calibrate_takes_a_recipe_and_a_dtype(tmp_path):
 @pytest.mark.slow("a whole calibration")
 def test_calibrate_searches_linear_layers(tmp_path):
     output = tmp_path / "policy.json"
-    small = ["tiny_sd", "--images", 1, "--steps", 2, "--batch", 1, "--device", "cpu"]
+    small = ["tiny_sd", "--images", 1, "--steps", 1, "--batch", 1, "--device", "cpu"]
     more = ["--target-psnr", 40, "--scaling", "timestep", "--linears", "int8", "--output", output]
     done = invoke("calibrate", *small, *more)
     assert done.exit_code == 0, done.output

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import sage_processors as sp
+from sage_processors.evaluation import quality
 from tests.linears.counting import OpCounter, relative_error
 from tests.support.tiny_models import MODELS
 
@@ -28,7 +29,11 @@ def pipeline(name):
 def draw(pipe):
     generator = torch.Generator().manual_seed(0)
     return pipe(
-        "a red circle on a blue background", num_inference_steps=4, generator=generator, output_type="pt"
+        "a red circle on a blue background",
+        num_inference_steps=4,
+        generator=generator,
+        output_type="pt",
+        **quality.picture_arguments(pipe),
     ).images
 
 

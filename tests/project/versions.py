@@ -31,7 +31,6 @@ NEWEST = ("torch==2.15.0", "triton==3.9.0")
 TESTS = (
     "tests/kernels/launch/test_compat.py",
     "tests/kernels/launch/test_launch.py",
-    "tests/kernels/launch/test_direct_launch.py",
     "tests/kernels/launch/test_plain_calls.py",
     "tests/kernels/launch/test_dispatched_tensors.py",
     "tests/diffusion/calls/test_backend.py",

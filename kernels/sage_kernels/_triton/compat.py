@@ -6,7 +6,6 @@ Private names of PyTorch are in sage_kernels/compat.py.
 """
 
 import contextlib
-import ctypes
 import functools
 import hashlib
 import importlib
@@ -28,7 +27,6 @@ NAMES = (
     "triton.language.extra.cuda.gdc_launch_dependents",
     "triton.language.extra.cuda.gdc_wait",
     "triton.tools.tensor_descriptor.TensorDescriptor",
-    "triton.backends.nvidia.driver.TMA_DTYPE_DEVICE_TO_HOST",
     "triton.compiler.compiler.make_backend",
     "triton.runtime.cache.get_cache_key",
     "triton.runtime.cache.get_cache_manager",
@@ -40,7 +38,6 @@ ATTRIBUTES = (
     "compile", "run", "function", "packed_metadata", "metadata", "src", "signature", "target", "num_warps", "shared",
     "launcher_cls",
 )  # fmt: skip
-DRIVER = ("cuLaunchKernelEx", "cuTensorMapEncodeTiled", "cuFuncGetParamInfo")  # the last one from CUDA 12.4 on
 # All that the Hopper kernels use of Gluon
 GLUON = (
     "triton.experimental.gluon.jit",
@@ -340,23 +337,3 @@ def build_launcher(compiled) -> None:
     if _driver is not None:
         with contextlib.suppress(AttributeError):
             attribute(_driver.active, "launcher_cls")(attribute(compiled, "src"), attribute(compiled, "metadata"))
-
-
-# launches through the CUDA driver
-
-
-@functools.cache
-def cuda_driver():
-    """Return the CUDA driver's library, or None if a function of DRIVER is missing."""
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-        launch, *_ = (getattr(driver, name) for name in DRIVER)
-    except (OSError, AttributeError):
-        return None
-    launch.argtypes = [ctypes.c_void_p] * 4
-    return driver
-
-
-def descriptor_types() -> dict:
-    """Map Triton's number of an element type in tensor descriptors to the CUDA driver's; may be empty."""
-    return find("triton.backends.nvidia.driver.TMA_DTYPE_DEVICE_TO_HOST") or {}

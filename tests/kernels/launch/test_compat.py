@@ -342,26 +342,6 @@ def test_E22_no_launch_leaves_to_tritons_default_whether_products_and_sums_are_f
     assert not silent
 
 
-@pytest.mark.parametrize("name", ["libcuda.so.1", "cuLaunchKernelEx", "cuTensorMapEncodeTiled", "cuFuncGetParamInfo"])
-def test_E22_without_a_function_of_the_driver_triton_launches(name, monkeypatch):
-    pytest.importorskip("triton", reason="triton is not installed")
-    from sage_kernels._triton import compat
-
-    class Library:
-        def __getattr__(self, asked):
-            if asked == name:
-                raise AttributeError(asked)
-            return lambda: None
-
-    def load(asked):
-        if asked == name:
-            raise OSError(asked)
-        return Library()
-
-    monkeypatch.setattr(compat.ctypes, "CDLL", load)
-    assert compat.cuda_driver.__wrapped__() is None
-
-
 def dotted(node: ast.AST) -> str:
     """ "torch.a.b" of an expression or an import."""
     if isinstance(node, ast.Attribute):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
@@ -401,3 +403,31 @@ def test_a_growing_cache_is_decoded_again_with_the_same_bits():
         append_kv(*new[0][:2], mean, *two, position=room)
     with pytest.raises(ValueError):
         sage_decode_attention(new[0][2][:1], *two, mean, causal=True)
+
+
+def test_results_are_made_like_a_tensor_of_their_kind_only():
+    from sage_kernels._triton.launch.replay import _like
+
+    result = torch.empty(2, 3, 4, 8)
+    other, turned = torch.empty(2, 3, 4, 8, dtype=torch.float16), torch.empty(2, 4, 3, 8).transpose(1, 2)
+    assert turned.shape == result.shape
+    assert _like(result, [other, turned]) is None and _like(result, [other, turned, torch.empty(2, 3, 4, 8)]) == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["qk_int8_pv_bf16", "qk_int8_pv_fp8"])
+def test_replayed_calls_give_the_same_bits_from_another_thread(recipe):
+    """A thread whose context nobody has set, with buffers at other addresses."""
+    generator = torch.Generator("cuda").manual_seed(3)
+    q, k, v = (torch.randn(1, 700, 4, 64, device="cuda", generator=generator).bfloat16() for _ in range(3))
+    state = new_head_state(4, 64, "cuda")
+    before = set(replay.replays)
+    first = sage_attention(q, k, v, state=state, recipe=recipe)
+    assert len(set(replay.replays) - before) == 1
+    results = [sage_attention(q, k, v, state=state, recipe=recipe)]
+    in_the_way = torch.empty(3 << 20, device="cuda")  # the next buffers lie elsewhere
+    thread = threading.Thread(target=lambda: results.append(sage_attention(q, k, v, state=state, recipe=recipe)))
+    thread.start()
+    thread.join()
+    del in_the_way
+    assert len(results) == 2 and all(torch.equal(first, x) for x in results)

@@ -9,8 +9,7 @@ May import `_triton/compat` and torch. The other rooms and the ops use:
     compile_ahead(calls)                                start to compile the kernels that calls will launch
     compiled_together(call)                             make a call; its kernels are compiled in parallel
 
-There are three ways to launch, fastest first. Each falls back to the next, with the same kernels and arguments:
-    direct.py     for a Replay: the CUDA driver's function; arguments stay in place, only addresses are replaced
+There are two ways to launch, the fastest first, with the same kernels and arguments:
     replay.py     for a Replay: the launcher that Triton built for the compiled kernel
     launcher.py   for a first call: that same launcher if an equal launch was made before, else Triton's kernel[grid]
 recording.py has the tape on which a thread notes the launches of a call. What each way saves in whole models is

@@ -5,14 +5,11 @@ change. So the first call is recorded while it is made (`record`), and later one
 decide which calls are equal (sage_kernels/ops/replay.py).
 """
 
-import ctypes
 import math
-import threading
 
 import torch
 
 from .. import compat
-from .direct import DirectLaunch, NotDirect
 from .recording import Tape, recording
 
 
@@ -46,33 +43,20 @@ class _RecordedLaunch:
     """One launch of a recorded call.
 
     Args:
-        compiled, start, programs: the kernel, its launcher (compat.starter), and the size of its grid.
+        start, programs: the kernel's launcher (compat.starter), and the size of its grid.
         values: its arguments; None where `places` or `described` has one.
         rest: its constants.
         places: pairs (argument, slot) of tensors; a slot is an index into the call's addresses.
         described: triples (argument, _Described, slot) of tensor descriptors.
         named: pairs (argument, name of its number) of integers that may change.
-        table: see DirectLaunch.
     """
 
-    def __init__(self, compiled, start, programs: int, values: list, rest: tuple, places, described, named, table):
-        self.compiled, self.start, self.programs, self.values, self.rest = compiled, start, programs, values, rest
+    def __init__(self, start, programs: int, values: list, rest: tuple, places, described, named):
+        self.start, self.programs, self.values, self.rest = start, programs, values, rest
         self.places, self.described, self.named = places, described, named
-        self.slots = [*places, *((i, slot) for i, _, slot in described)]
-        try:
-            self.direct = DirectLaunch(compiled, programs, self.without_tensors(), self.slots, named, table)
-        except NotDirect:
-            self.direct = None
 
-    def without_tensors(self) -> list:
-        """Return the arguments: None for tensors, descriptors without their tensors."""
-        values = self.values.copy()
-        for i, descriptor, _ in self.described:
-            values[i] = descriptor
-        return values
-
-    def launch_by_triton(self, stream: int, addresses: list[int], numbers) -> None:
-        """Launch through Triton's launcher, if there is no direct launch. addresses: one for each slot."""
+    def __call__(self, stream: int, addresses: list[int], numbers) -> None:
+        """Launch through Triton's launcher. addresses: one for each slot."""
         values = self.values.copy()
         for i, name in self.named:
             values[i] = numbers[name]
@@ -121,9 +105,7 @@ class Replay:
             self.scratch_bytes += used * _SCRATCH_ALIGNMENT
         aligned = set()
         self.launches = []
-        self.table = (ctypes.c_uint64 * len(slots))()
-        self.lock = threading.Lock()  # held from writing addresses into the table until the last launch has read them
-        for parameters, compiled, start, programs, arguments, rest in tape.launches:
+        for parameters, _, start, programs, arguments, rest in tape.launches:
             values, places, described, named = [*arguments], [], [], []
             for i, (x, (name, is_specialized, is_aligned)) in enumerate(zip(arguments, parameters, strict=False)):
                 if name in numbers:
@@ -141,9 +123,7 @@ class Replay:
                 else:
                     described.append((i, _Described({**vars(x), "base": None}), slot))
                 values[i] = None
-            self.launches.append(
-                _RecordedLaunch(compiled, start, programs, values, rest, places, described, named, self.table)
-            )
+            self.launches.append(_RecordedLaunch(start, programs, values, rest, places, described, named))
         self.aligned = [slot for slot in aligned if slot < len(given)]  # tensors allocated here always are
 
     def __call__(self, given, numbers=None):
@@ -171,11 +151,8 @@ class Replay:
             else:
                 results.append(torch.empty_like(given[like]))
             addresses.append(results[-1].data_ptr())
-        with self.lock:
-            self.table[:] = addresses
-            for recorded in self.launches:
-                if recorded.direct is None or not recorded.direct(stream, addresses, numbers):
-                    recorded.launch_by_triton(stream, addresses, numbers)
+        for recorded in self.launches:
+            recorded(stream, addresses, numbers)
         return results[0] if self.single else tuple(results)
 
 
