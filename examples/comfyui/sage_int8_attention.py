@@ -149,7 +149,7 @@ class SageInt8AttentionReport:
         override = model.model_options.get("transformer_options", {}).get(OVERRIDE)
         if isinstance(override, Int8Attention):
             exact = ", ".join(f"{reason} {n}" for reason, n in override.counts.items() if reason != "int8" and n)
-            text = f"INT8 attention: {override.counts['int8']} calls; exact: {exact or 0}"
+            text = f"INT8 attention: {override.counts['int8']} calls; 16 bit: {exact or 0}"
         else:
             text = "INT8 attention: this model has none"
         logger.info(text)

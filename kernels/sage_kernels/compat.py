@@ -98,7 +98,7 @@ def is_exporting() -> bool:
     return bool(torch.compiler._is_exporting_flag) if _TELLS_EXPORTS else torch.compiler.is_exporting()
 
 
-def nobody_looks_on() -> bool:
+def is_unobserved() -> bool:
     """Return True if nothing in this thread changes the meaning of an op's call, or has to see it.
 
     Compilers, tracers, profilers, modes and transforms of torch.func do. False without the names to tell.

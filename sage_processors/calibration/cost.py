@@ -194,7 +194,7 @@ class CostTable:
             skipped: {layer: (share of its tile pairs that were left out, share of its calls with lists of tiles)}.
         Raises: ValueError if the options need levels and their number is not that of the steps.
         """
-        from ..diffusion.steps.windows import is_kept, stays_exact
+        from ..diffusion.steps.windows import is_kept, stays_16bit
 
         by_level = bool(config.keep.noise or any(span for _, span in config.rules("keep_noise")))
         if by_level and len(levels) != steps:
@@ -207,7 +207,7 @@ class CostTable:
                 recipe, scaling, rotation, span = (
                     config.of_layer(option, layer) for option in ("recipe", "scaling", "rotation", "keep_noise")
                 )
-                kept = sum(stays_exact(config, span, level, i, steps - i) for i, level in enumerate(levels))
+                kept = sum(stays_16bit(config, span, level, i, steps - i) for i, level in enumerate(levels))
                 left_out = (skipped or {}).get(layer, (0.0, 0.0))
                 lists = 1.0 if config.skip is None else time_factor(recipe, config.skip.every, *left_out)
                 total += (steps - kept) * self.seconds(layer, scaling, recipe, rotation) * lists

@@ -307,7 +307,7 @@ def quality_table(label: str, results) -> Table:
     """Return a table of PSNR, SSIM, attention's SQNR and calls, one row for each variant."""
     table = Table(title=f"{label}: against stock attention, {len(results[0].psnr_db)} pictures", title_justify="left")
     names = ("scaling", "PSNR mean, dB", "worst", "SSIM mean", "worst", "attention SQNR mean, dB", "worst batch")
-    for name in (*names, "INT8 calls", "exact calls"):
+    for name in (*names, "INT8 calls", "16-bit calls"):
         table.add_column(name, justify="left" if name == "scaling" else "right")
     for result in results:
         n = len(result.psnr_db)

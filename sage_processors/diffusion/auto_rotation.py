@@ -104,7 +104,7 @@ class AutoRotation:
         if probe is not None:
             ran = [x for x in self._handle._denoisers if probe.has_tried(x)]  # does not sync
             # a layer that its own `keep_noise` kept in 16 bit in this step is decided after a later step
-            layers = [row for row in layers if row[0] in ran and not row[1].sage._sage.window.was_exact]
+            layers = [row for row in layers if row[0] in ran and not row[1].sage._sage.window.was_16bit]
             if not layers:
                 return
             self._decide(layers, *probe.trials())

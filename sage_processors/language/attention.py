@@ -27,7 +27,7 @@ from .call import Call, Sequences, differentiates_only, masking, needs_gradient,
 from .choice import watch_choices
 from .masks import plain_mask, sage_mask, visible_mask
 from .names import IMPLEMENTATIONS, MEANINGFUL, Implementation, standard
-from .report import INT8, INT8_CACHE, REMEDIES, AttentionReport, build_report, count
+from .report import FALLBACKS, INT8, INT8_CACHE, REMEDIES, AttentionReport, build_report, count
 from .visible import band_of, complete_mask, write_out
 
 
@@ -40,8 +40,6 @@ except ImportError as error:
     ) from error
 
 logger = logging.getLogger("sage_processors")
-
-_logged: set[tuple[type, str]] = set()
 
 
 def register_transformers(
@@ -325,7 +323,10 @@ def _note_fallback(implementation: Any, call: Any, reason: str, device: torch.de
     if is_exporting():
         _say_exported(call.label, reason)
     elif not torch.compiler.is_compiling():
-        _log_once(call, reason)
+        more = ": " + ", ".join(sorted(call.unknown)) if reason == "unknown_argument" else ""
+        level = logging.INFO if reason == "short" else 0  # on purpose
+        kind = type(call.module)
+        FALLBACKS.log(kind.__name__, reason, key=kind, more=more, level=level)
 
 
 def _refuse(label: str, reason: str) -> None:
@@ -350,24 +351,6 @@ def _say_exported(label: str, reason: str) -> None:
         "%s is exported without INT8 (reason: %s%s); a strict implementation raises instead", label, reason,
         f"; {REMEDIES[reason]}" if reason in REMEDIES else "",
     )  # fmt: skip
-
-
-def _log_once(call: Call, reason: str) -> None:
-    layer = type(call.module)
-    if (layer, reason) in _logged:
-        return
-    first_of_reason = all(seen != reason for _, seen in _logged)
-    _logged.add((layer, reason))
-    if reason == "unknown_argument":
-        reason += ": " + ", ".join(sorted(call.unknown))
-    logger.log(
-        # short calls run in 16 bit on purpose; the others get one warning for each reason
-        logging.INFO if reason == "short" else logging.WARNING if first_of_reason else logging.DEBUG,
-        "%s runs without INT8 (reason: %s%s); sage_processors.attention_report(model) lists all layers",
-        layer.__name__,
-        reason,
-        f"; {REMEDIES[reason]}" if reason in REMEDIES else "",
-    )
 
 
 register_transformers()

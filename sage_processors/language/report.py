@@ -15,7 +15,8 @@ from sage_kernels.compat import is_exporting
 from ..linears.swap import swap_of
 from ..patching.block_state import block_state
 from ..reporting.event_counter import EventCounter, count_shared, shared_numbers
-from ..reporting.layer_report import Column, LayerReport, exact_column, grouped_table, reasons, span, summed
+from ..reporting.fallbacks import Fallbacks
+from ..reporting.layer_report import Column, LayerReport, column_16bit, grouped_table, reasons, span, summed
 from .names import Implementation
 
 
@@ -41,7 +42,6 @@ EVENTS = (
     "sinks",
     "other",
 )
-_EVENT = {name: i for i, name in enumerate(EVENTS)}
 REMEDIES = {
     "training": 'the module is in training mode: call model.eval(), or register_transformers(training="int8")',
     "gradient": 'a gradient is asked for: torch.no_grad(), or register_transformers(training="int8")',
@@ -50,8 +50,13 @@ REMEDIES = {
     "dropout": "dropout belongs to training: call model.eval()",
     "output_attentions": "INT8 attention never forms the weights: leave output_attentions out",
 }
+FALLBACKS = Fallbacks(
+    EVENTS, "%s runs without INT8 (reason: %s%s); sage_processors.attention_report(model) lists all layers", REMEDIES
+)
 
-WHOSE = "transformers layers without a counter"  # shared counter of layers that were compiled before any eager call
+SHARED_COUNTER = (
+    "transformers layers without a counter"  # shared counter of layers that were compiled before any eager call
+)
 
 
 class Calls(EventCounter):
@@ -77,13 +82,13 @@ def count(module: Any, implementation: Implementation, event: str, device: torch
     """
     if is_exporting():
         return
-    slot = _EVENT.get(event, _EVENT["other"])
+    slot = FALLBACKS.slot(event)
     # one counter for each name and its numbers: a name that is registered again with other options gets a new one
     counters = getattr(getattr(module, "_sage", None), "counters", None)
     counter = None if counters is None else counters.get((implementation.name, implementation.numbers))
     if counter is None:
         if torch.compiler.is_compiling():
-            count_shared(WHOSE, len(EVENTS), slot, device)
+            count_shared(SHARED_COUNTER, len(EVENTS), slot, device)
             return
         counter = give_counter(module, implementation, device)
     elif counter.traced.device != device and not torch.compiler.is_compiling():
@@ -206,7 +211,7 @@ class AttentionReport(LayerReport):
         columns = [
             Column("calls\neach", lambda rows: str(rows[0]["calls"]), summed("calls")),
             Column("on INT8\ncache", lambda rows: span(rows, "cache_calls"), summed("cache_calls")),
-            exact_column(),
+            column_16bit(),
         ]
         return grouped_table(self.title("INT8 attention"), self.rows, _kind, columns)
 
@@ -225,7 +230,7 @@ def _row(name: str, module: Any, status: str, implementation: Any, ran: Calls | 
     events = {} if ran is None else ran.by_event
     int8, int8_cache = events.pop(INT8, 0), events.pop(INT8_CACHE, 0)
     is_set = options is not None and status != EARLIER
-    stays_exact = is_set and module.training and options.training != "int8"  # type: ignore[union-attr]
+    stays_16bit = is_set and module.training and options.training != "int8"  # type: ignore[union-attr]
     return {
         "layer": name,
         "module": type(module).__name__,
@@ -237,7 +242,7 @@ def _row(name: str, module: Any, status: str, implementation: Any, ran: Calls | 
         "calls": int8 + int8_cache,
         "cache_calls": int8_cache,
         "fallbacks": events,
-        "note": REMEDIES["training"] if stays_exact else "",
+        "note": REMEDIES["training"] if stays_16bit else "",
     }
 
 
@@ -270,7 +275,7 @@ def build_report(model: Any, implementations: dict[str, Implementation]) -> Atte
             f"Nothing of this {type(model).__name__} can run in INT8: no layer takes an attention implementation of "
             "transformers."
         )
-    unnamed = [sum(numbers) for numbers in zip(*shared_numbers(WHOSE).values(), strict=True)]
+    unnamed = [sum(numbers) for numbers in zip(*shared_numbers(SHARED_COUNTER).values(), strict=True)]
     by_event = {event: number for event, number in zip(EVENTS, unnamed, strict=False) if number}
     if by_event:
         notes.append(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from ..reporting.layer_report import Column, LayerReport, counts, exact_column, grouped_table, share, span, summed
+from ..reporting.layer_report import Column, LayerReport, column_16bit, counts, grouped_table, share, span, summed
 from .modules import is_replaced
 from .probe import relative_error
 from .weights.layers import layers_of_others, modules_in_compiled_parts
@@ -55,7 +55,7 @@ class LinearReport(LayerReport):
         columns = [
             Column("calls\neach", lambda rows: str(rows[0]["calls"]), summed("calls")),
             Column("compiled", lambda rows: span(rows, "compiled_calls"), summed("compiled_calls")),
-            exact_column(),
+            column_16bit(),
             Column("MB\nsaved", _megabytes, _megabytes),
         ]
         if any(row["rel_l2"] is not None for row in rows):

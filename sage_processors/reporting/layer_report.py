@@ -69,7 +69,7 @@ class LayerReport:
 
     @property
     def verdict(self) -> str:
-        """Return a summary in one line: "72 % of attention calls in INT8 (80 of 111); exact: short 31"."""
+        """Return a summary in one line: "72 % of attention calls in INT8 (80 of 111); 16 bit: short 31"."""
         idle = (row for row in self.rows if not row["calls"] and not row["fallbacks"])
         unseen = counts(row["status"] for row in idle if row["status"] != "active")
         said = share("attention calls", "INT8", self.calls, self.fallbacks)
@@ -127,7 +127,7 @@ class LayerReport:
 
 
 def share(what: str, how: str, ran: int, others: dict[str, int]) -> str:
-    """Return the verdict: "72 % of `what` in `how` (80 of 111); exact: short 31".
+    """Return the verdict: "72 % of `what` in `how` (80 of 111); 16 bit: short 31".
 
     Says first that nothing ran if that is so.
     Args: ran: number of calls in `how`. others: {reason: other calls}.
@@ -139,9 +139,9 @@ def share(what: str, how: str, ran: int, others: dict[str, int]) -> str:
     if ran < every and percent == "100":
         percent = "over 99"
     first = f"{percent if percent != '0' else 'under 1'} % of {what} in {how} ({ran} of {every})"
-    exact = {reason: number for reason, number in others.items() if reason != UNKNOWN}
+    in_16bit = {reason: number for reason, number in others.items() if reason != UNKNOWN}
     said = [first if ran else f"Nothing ran in {how}: 0 of {every} {what}"]
-    said += [f"exact: {reasons(exact)}"] * bool(exact)
+    said += [f"16 bit: {reasons(in_16bit)}"] * bool(in_16bit)
     if others.get(UNKNOWN):
         said.append(f"by other processors: {others[UNKNOWN]}")
     return "; ".join(said)
@@ -170,7 +170,7 @@ def grouped_table(title: str, rows: Rows, kind: Callable[[dict[str, Any]], str],
     if len(kinds) > 1:
         table.add_column("", no_wrap=True)
     for column in columns:
-        side: Any = "left" if column.header.startswith("exact") else "right"
+        side: Any = "left" if column.header.startswith("16 bit") else "right"
         table.add_column(column.header, justify=side, no_wrap=True)
     for pattern, same in lines(rows, kind):
         which = [letters[kind(same[0])]] * (len(kinds) > 1)
@@ -243,10 +243,10 @@ def summed(name: str) -> Callable[[Rows], str]:
     return lambda rows: f"{round(sum(row[name] for row in rows), 1):.15g}"
 
 
-def exact_column() -> Column:
+def column_16bit() -> Column:
     """Return the column of calls that ran in 16 bit, with one reason below the other."""
     return Column(
-        "exact\neach",
+        "16 bit\neach",
         lambda rows: reasons(rows[0]["fallbacks"], "\n"),
         lambda rows: reasons(total_fallbacks(rows), "\n"),
     )

@@ -54,7 +54,7 @@ def first_tensor(output):
 
 
 def test_P34_the_remedy_under_perturbed_attention_guidance_is_one(caplog, monkeypatch):
-    monkeypatch.setattr(processors, "_logged", set())
+    monkeypatch.setattr(processors._fallbacks, "logged", set())
     pipe, run = sd_pipe(diffusers.StableDiffusionPAGPipeline, pag_applied_layers="mid")
     stock = run()
     with sp.apply(pipe, EVERYTHING) as handle:

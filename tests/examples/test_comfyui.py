@@ -172,7 +172,7 @@ def test_only_the_clone_is_changed_and_the_report_counts(nodes):
     for dtype in (torch.float32, torch.float64):
         override(optimized_attention, *qkv(dtype=dtype)[0], H)
     report = nodes["SageInt8AttentionReport"]()
-    assert report.report(clone, "latent") == ("latent", "INT8 attention: 1 calls; exact: dtype 1")
+    assert report.report(clone, "latent") == ("latent", "INT8 attention: 1 calls; 16 bit: dtype 1")
     assert "has none" in report.report(model, "latent")[1]
 
 

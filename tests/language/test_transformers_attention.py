@@ -313,7 +313,7 @@ def llama_attention():
 )
 def test_what_the_op_can_not_do_is_exact_and_counted(arguments, reason, caplog):
     attend, module, query, key, value = llama_attention()
-    attention._logged.clear()
+    attention.FALLBACKS.logged.clear()
     if reason == "mask_type":
         with pytest.raises(RuntimeError, match="mask dtype"):  # by PyTorch: its own function can't do it either
             attend(module, query, key, value, **arguments)

@@ -102,7 +102,7 @@ def test_T04_decoding_on_a_static_cache_compiles_into_one_graph(name, counted_be
     ids, eager = inputs["input_ids"], copy.deepcopy(model)
     if counted_before:
         sp.attention_report(model)
-    shared = sum(map(sum, shared_numbers(transformers_counts.WHOSE).values()))
+    shared = sum(map(sum, shared_numbers(transformers_counts.SHARED_COUNTER).values()))
 
     def decode(run):
         cache = transformers.StaticCache(config=model.config, max_cache_len=48)
@@ -121,7 +121,7 @@ def test_T04_decoding_on_a_static_cache_compiles_into_one_graph(name, counted_be
     assert frames[1:] == frames[1:2] * 4  # one graph for decoding
     assert relative_l2(torch.stack(steps), torch.stack(list(decode(eager)))) < SAME
     calls = sp.attention_report(model).calls
-    unnamed = sum(map(sum, shared_numbers(transformers_counts.WHOSE).values())) - shared
+    unnamed = sum(map(sum, shared_numbers(transformers_counts.SHARED_COUNTER).values())) - shared
     assert (calls, unnamed) == ((2 * 5, 0) if counted_before else (0, 2 * 5))
     assert counted_before or any("before torch.compile" in note for note in sp.attention_report(model).notes)
 

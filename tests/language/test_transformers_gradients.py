@@ -62,7 +62,7 @@ def test_P50_gradients_in_eval_mode_are_those_of_stock_attention(name, padding):
 def test_P50_a_gradient_is_said_once_with_its_remedy(caplog):
     model, inputs = MODELS["llama"]()
     model.requires_grad_(True).set_attn_implementation(ANY_LENGTH)
-    transformers_attention._logged.clear()
+    transformers_attention.FALLBACKS.logged.clear()
     with caplog.at_level(logging.WARNING, "sage_processors"):
         for _ in range(2):
             model(**inputs)

@@ -133,7 +133,7 @@ def test_notes_are_of_what_is_set():
 def test_compiled_calls_after_a_switch_are_counted_under_the_new_name():
     model, inputs = tiny()
     sp.attention_report(model)
-    unnamed = sum(map(sum, shared_numbers(language_report.WHOSE).values()))
+    unnamed = sum(map(sum, shared_numbers(language_report.SHARED_COUNTER).values()))
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="eager")
     forward(compiled, inputs)
@@ -141,7 +141,7 @@ def test_compiled_calls_after_a_switch_are_counted_under_the_new_name():
     forward(compiled, inputs)
     rows = [(row["implementation"], row["calls"]) for row in sp.attention_report(model).rows]
     assert rows == [(MY_FP8, 1), (ANY_LENGTH, 1)] * 2
-    assert sum(map(sum, shared_numbers(language_report.WHOSE).values())) == unnamed
+    assert sum(map(sum, shared_numbers(language_report.SHARED_COUNTER).values())) == unnamed
 
 
 def test_a_part_that_is_set_to_something_else_is_said_with_the_rest():

@@ -34,7 +34,7 @@ def is_plain_call(*tensors) -> bool:
     (compiler, tracer, profiler, a mode, torch.func) and for tensors that it resolves first: subclasses, wrappers,
     negative bits, zeros without memory. If that can't be told, the call is not plain.
     """
-    return compat.nobody_looks_on() and _PLAIN.issuperset(map(type, tensors)) and compat.are_ordinary(tensors)
+    return compat.is_unobserved() and _PLAIN.issuperset(map(type, tensors)) and compat.are_ordinary(tensors)
 
 
 def is_usual(tensors, dispatched: bool) -> bool:

@@ -10,7 +10,6 @@ end.
 
 from __future__ import annotations
 
-import logging
 from typing import Any, Literal
 
 import torch
@@ -24,6 +23,7 @@ from ...option_groups import BY_CALL, IN_16_BIT, RecipeName, ScalingName
 from ...options import SageAttnProcessor
 from ...postponed.tensor import ordinary_in
 from ...reporting.event_counter import count_shared, zero_shared
+from ...reporting.fallbacks import Fallbacks
 from ...torch_modes import autocast
 from ...unsupported import REMEDIES, UnsupportedAttentionError
 from ..host import dispatcher
@@ -32,19 +32,20 @@ from .context_parallel import degrees, run_in_parallel
 from .fallback import fallback_attention
 
 
-logger = logging.getLogger("sage_processors")
-
-WHOSE = "diffusers back end"  # name of the shared counters
+SHARED_COUNTER = "diffusers back end"  # name of the shared counters
 CALLED = "called"
 EVENTS = (CALLED, *REASONS, "attention_kwargs", "other")
-_EVENT = {name: i for i, name in enumerate(EVENTS)}
+_fallbacks = Fallbacks(
+    EVENTS,
+    "back end %s runs without INT8 (reason: %s%s); sage_processors.diffusers_backend_report() counts",
+    REMEDIES,
+)
 _ARGUMENTS = (
     "query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa", "return_lse",
     "_parallel_config",
 )  # fmt: skip
 
 _options = SageAttnProcessor(scaling="dynamic")
-_logged: set[str] = set()
 
 
 def register_diffusers_backend(
@@ -89,8 +90,8 @@ def register_diffusers_backend(
         )
     dispatcher.add(_sage_int8, _ARGUMENTS)
     _options = options
-    _logged.clear()
-    zero_shared(WHOSE)
+    _fallbacks.logged.clear()
+    zero_shared(SHARED_COUNTER)
     return dispatcher.NAME
 
 
@@ -175,7 +176,7 @@ def _run_in_parallel(call: tuple[Any, ...], return_lse: bool, parallel: Any, unk
 def _count(event: str, query: torch.Tensor) -> None:
     """Count a call, unless it is exported: the exported program would contain our counters."""
     if not is_exporting():
-        count_shared(WHOSE, len(EVENTS), _EVENT.get(event, _EVENT["other"]), query.device)
+        count_shared(SHARED_COUNTER, len(EVENTS), _fallbacks.slot(event), query.device)
 
 
 def _fall_back(reason: str, query: torch.Tensor) -> None:
@@ -185,13 +186,4 @@ def _fall_back(reason: str, query: torch.Tensor) -> None:
         raise UnsupportedAttentionError(f"any, by the back end {dispatcher.NAME}", reason, instead=instead)
     _count(reason, query)
     if not torch.compiler.is_compiling():
-        _log_once(reason)
-
-
-def _log_once(reason: str) -> None:
-    if reason not in _logged:
-        _logged.add(reason)
-        logger.warning(
-            "back end %s runs without INT8 (reason: %s%s); sage_processors.diffusers_backend_report() counts",
-            dispatcher.NAME, reason, f"; {REMEDIES[reason]}" if reason in REMEDIES else "",
-        )  # fmt: skip
+        _fallbacks.log(dispatcher.NAME, reason)

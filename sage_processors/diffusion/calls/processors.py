@@ -6,7 +6,6 @@ call is decided by shapes, dtypes and flags alone. That needs no device sync, an
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -18,6 +17,7 @@ import torch.nn.functional as F
 import sage_kernels
 
 from ...postponed.tensor import ordinary_in
+from ...reporting.fallbacks import Fallbacks
 from ...torch_modes import autocast
 from ...unsupported import REMEDIES, UnsupportedAttentionError
 from ..heads.postponed_heads import compute_heads
@@ -41,8 +41,6 @@ from .processor_state import ProcessorState
 from .row_maxima_op import attention_keeping
 
 
-logger = logging.getLogger("sage_processors")
-
 # Slots of a processor's event counter. "called": INT8 calls without a state; a state counts its own calls. "rotated":
 # all INT8 calls with the Hadamard rotation. The other slots are reasons for 16-bit attention.
 CALLS = ("called", "rotated")
@@ -61,9 +59,8 @@ EVENTS = (
     "unfollowed",
     "other",
 )
-_EVENT = {name: i for i, name in enumerate(EVENTS)}
-
-_logged: set[tuple[str, str]] = set()
+_fallbacks = Fallbacks(EVENTS, "layer %s runs without INT8 (reason: %s%s); handle.report() lists all layers", REMEDIES)
+_CALLED, _ROTATED = (_fallbacks.slots[name] for name in CALLS)
 
 
 class _Running(threading.local):
@@ -77,21 +74,6 @@ class _Running(threading.local):
 
 
 _running = _Running()
-
-
-def _log_once(layer: str, reason: str, remedy: str) -> None:
-    key = (layer, reason)
-    if key not in _logged:
-        first_of_reason = all(seen != reason for _, seen in _logged)
-        _logged.add(key)
-        # one warning for each reason; further layers with the same reason are logged at debug level
-        logger.log(
-            logging.WARNING if first_of_reason else logging.DEBUG,
-            "layer %s runs without INT8 (reason: %s%s); handle.report() lists all layers",
-            layer,
-            reason,
-            f"; {remedy or REMEDIES[reason]}" if remedy or reason in REMEDIES else "",
-        )
 
 
 def _reason_against(
@@ -116,7 +98,7 @@ def _reason_against(
         return "kept"
     if reason is None and attn_mask is not None and is_mixed(own.config):
         return "mixed_mask"
-    if reason is None and window is not None and window.exact:
+    if reason is None and window is not None and window.in_16bit:
         return "unfollowed" if window.is_lost else "window"
     return reason
 
@@ -128,17 +110,17 @@ def _fall_back(own: ProcessorState, reason: str, remedy: str = "") -> None:
     """
     if own.config.on_unsupported == "raise" and reason not in CHOSEN:
         raise UnsupportedAttentionError(own.layer, reason, remedy)
-    own.events.add(_EVENT.get(reason, _EVENT["other"]))
+    own.events.add(_fallbacks.slot(reason))
     if reason == "short" and not torch.compiler.is_compiling():
         _running.short += 1
     if not torch.compiler.is_compiling() and reason not in CHOSEN:
-        _log_once(own.layer, reason, remedy)
+        _fallbacks.log(own.layer, reason, remedy=remedy)
 
 
 def count_short(own: ProcessorState, calls: int) -> None:
     """Count attention calls known to be short (short_calls.py), which run outside of this module."""
     for _ in range(calls):
-        own.events.add(_EVENT["short"])
+        own.events.add(_fallbacks.slot("short"))
 
 
 def _attend(
@@ -183,7 +165,7 @@ def _attend(
                 elif site.skip_lists is not None and not torch.compiler.is_compiling():
                     site.skip_lists.leave_out(site.skip_site, "parallel")
     if state is None:
-        own.events.add(_EVENT["called"])
+        own.events.add(_CALLED)
     if is_mixed(config):
         out = attend_mixed(query, key, value, is_causal, scale, config, site, return_lse)
         probe = own.probe
@@ -192,7 +174,7 @@ def _attend(
         return out
     rotation = "none"
     if own.rotated:
-        own.events.add(_EVENT["rotated"])
+        own.events.add(_ROTATED)
         rotation = "hadamard"
     # A state counts in its own tensors. Another thread's run reads and clears them between its steps.
     with nullcontext() if state is None or torch.compiler.is_compiling() else own.lock:
@@ -252,9 +234,9 @@ def _attend_training(
     It uses no plan: noise levels in training are not those of a run, and gradient checkpointing makes each call twice.
     """
     config = own.config
-    own.events.add(_EVENT["called"])
+    own.events.add(_CALLED)
     if own.rotated:
-        own.events.add(_EVENT["rotated"])
+        own.events.add(_ROTATED)
     return sage_kernels.differentiable_attention(
         query, key, value, attn_mask=attn_mask, causal="top_left" if is_causal else False, recipe=config.recipe,
         scaling=config.scaling.of_call, rotation="hadamard" if own.rotated else "none", scale=scale,

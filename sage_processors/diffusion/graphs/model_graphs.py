@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from sage_kernels.compat import nobody_looks_on
+from sage_kernels.compat import is_unobserved
 
 from ...patching.nested import UnknownValueError, kind_of, mapped, tensors_of
 from ...postponed.tensor import version_of
@@ -268,7 +268,7 @@ class ModelGraphs:
             return "probe"
         if self.denoiser.state is not None and self.denoiser.state.kept.skip_lists is not None:
             return "skip"  # the host decides which tiles are measured in which step
-        if not nobody_looks_on():
+        if not is_unobserved():
             return "observed"
         captures = self._captures
         if captures is not None and captures.stream != torch.cuda.current_stream(device):

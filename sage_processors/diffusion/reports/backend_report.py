@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from ...reporting.event_counter import shared_numbers
-from ...reporting.layer_report import Column, LayerReport, exact_column, grouped_table, summed
+from ...reporting.layer_report import Column, LayerReport, column_16bit, grouped_table, summed
 from ..calls import backend
 from ..host import dispatcher
 from ..host.discovery import attention_modules, denoisers, is_pipeline, unwrap
@@ -33,7 +33,7 @@ class BackendReport(LayerReport):
 
     def table(self) -> Table:
         """Return a rich.table.Table with one line for all devices with equal calls."""
-        columns = [Column("calls\neach", lambda rows: str(rows[0]["calls"]), summed("calls")), exact_column()]
+        columns = [Column("calls\neach", lambda rows: str(rows[0]["calls"]), summed("calls")), column_16bit()]
         return grouped_table(self.title("INT8 attention by diffusers' back end"), self.rows, _kind, columns)
 
 
@@ -48,7 +48,7 @@ def diffusers_backend_report(target: Any = None) -> BackendReport:
     Raises: TypeError if target is something else.
     """
     rows, own = [], backend.options()
-    for device, numbers in shared_numbers(backend.WHOSE).items():
+    for device, numbers in shared_numbers(backend.SHARED_COUNTER).items():
         events = {event: number for event, number in zip(backend.EVENTS, numbers, strict=True) if number}
         if events:
             calls = events.pop(backend.CALLED, 0)

@@ -9,7 +9,7 @@ from sage_kernels.planning.rules import NEED_RUNS
 
 from ...linears.report import LinearReport, notes_of, rows_of
 from ...presets import heading
-from ...reporting.layer_report import Column, LayerReport, exact_column, grouped_table, remark_of, span, summed
+from ...reporting.layer_report import Column, LayerReport, column_16bit, grouped_table, remark_of, span, summed
 from ...unsupported import OVERLAP_REMEDY, PAG_REMEDY, REMEDIES
 from ..calls.mixed_calls import is_mixed, mixed_facts, mixed_note
 from ..calls.processors import CALLS, EVENTS
@@ -89,7 +89,7 @@ class Report(LayerReport):
         columns += [Column("skipped", lambda rows: f"{max(row['skipped_fraction'] for row in rows):.2g}")] * skips
         columns += [
             Column("dynamic", lambda rows: span(rows, "dynamic_calls"), summed("dynamic_calls")),
-            exact_column(),
+            column_16bit(),
             Column("beyond\nplan", lambda rows: f"{max(row['clipped_fraction'] for row in rows):.2g}"),
             Column("MB\nsaved", _megabytes, _megabytes),
         ]

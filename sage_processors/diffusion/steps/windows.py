@@ -25,7 +25,7 @@ from ...option_groups import IN_16_BIT
 CHOSEN = ("window", "kept")
 
 
-def stays_exact(config, span, level: float, taken: int, left: int) -> bool:
+def stays_16bit(config, span, level: float, taken: int, left: int) -> bool:
     """True if the options keep a step in 16 bit, for layers with the range of noise levels `span`.
 
     Args:
@@ -55,14 +55,14 @@ class Window(threading.local):
 
     Attributes:
         span: the range of noise levels, () or (low, high).
-        exact: True if the running step stays in 16 bit. Read by every attention call.
-        was_exact: the same for the step before.
+        in_16bit: True if the running step stays in 16 bit. Read by every attention call.
+        was_16bit: the same for the step before.
         is_lost: True if the step runs in 16 bit because it is unknown, and not because of the options.
     """
 
     def __init__(self, span, windowed: bool):
         self.span = span
-        self.exact = self.was_exact = self.is_lost = windowed  # until a run begins
+        self.in_16bit = self.was_16bit = self.is_lost = windowed  # until a run begins
 
 
 class Progress:
@@ -152,9 +152,9 @@ class Steps:
         return self._windows[span]
 
     @property
-    def exact(self) -> bool:
+    def in_16bit(self) -> bool:
         """True if the running step stays in 16 bit, for layers without their own range of noise levels."""
-        return self._windows[self._config.keep.noise].exact
+        return self._windows[self._config.keep.noise].in_16bit
 
     @property
     def precision(self) -> tuple[bool, ...]:
@@ -162,18 +162,18 @@ class Steps:
 
         A CUDA graph of a whole forward keeps the precision of the captured step: capture one graph for each precision.
         """
-        return tuple(window.exact for window in self._windows.values())
+        return tuple(window.in_16bit for window in self._windows.values())
 
     @property
     def bits(self) -> int:
         """`precision` as the bits of an int; 0 if the running step is INT8 for all layers."""
-        return sum(exact << i for i, exact in enumerate(self.precision))
+        return sum(is_16bit << i for i, is_16bit in enumerate(self.precision))
 
     def enter(self, progress: Progress) -> None:
         """Make the running step of `progress` the next step in this thread, and tell the listeners."""
         self.progress = progress
         for window in self._windows.values() if self.windowed else ():
-            window.was_exact = window.exact
+            window.was_16bit = window.in_16bit
         self.decide(progress)
         for listener in self.listeners:
             listener.step_starts(progress.place)
@@ -182,10 +182,10 @@ class Steps:
         """Set this thread's step windows for the running step of a run; None if the step is unknown."""
         for window in self._windows.values() if self.windowed else ():
             if progress is None or progress.is_over or not progress.is_told:
-                window.is_lost = window.exact = True
+                window.is_lost = window.in_16bit = True
                 continue
             window.is_lost = False
-            window.exact = stays_exact(
+            window.in_16bit = stays_16bit(
                 self._config, window.span, progress.levels[progress.place], progress.taken,
                 progress.total - progress.place,
             )  # fmt: skip

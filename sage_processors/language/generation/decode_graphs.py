@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from sage_kernels.compat import nobody_looks_on
+from sage_kernels.compat import is_unobserved
 
 from ...diffusion.graphs.model_state import ModelState, obstacle, refresh_weights
 from ...patching.nested import UnknownValueError, kind_of, mapped, tensors_of
@@ -145,7 +145,7 @@ class DecodeGraphs:
             return "gradient"
         if torch.is_autocast_enabled(device.type):
             return "autocast"
-        if self.model.training or not nobody_looks_on():
+        if self.model.training or not is_unobserved():
             return "training" if self.model.training else "observed"
         if len(step.given[0]) > 1:  # a mask may be among them
             return "arguments"

@@ -15,6 +15,7 @@ from sage_kernels.compat import SEES_DISPATCH, are_ordinary, is_traced
 
 from ...patching.patched import Owner
 from ...reporting.event_counter import EventCounter
+from ...reporting.fallbacks import Fallbacks
 from ...torch_modes import counts_writes
 from ...unsupported import UnsupportedLinearError
 from .fingerprints import checksum, sample_of
@@ -44,8 +45,7 @@ EVENTS = (
     "patched",
     "other",
 )
-_EVENT = {name: i for i, name in enumerate(EVENTS)}
-SHORT = _EVENT["short"]
+SHORT = EVENTS.index("short")
 CHOSEN = ("empty", "short")  # reasons that cost no speed: neither logged nor an error
 # Calls on a GPU with fewer multiply-adds run in 16 bit: 8 bit would save less time on the GPU than it takes on the
 # host (SDXL: kernels/NOTES.md). Calls that a CUDA graph captures take no time on the host and are not short.
@@ -60,11 +60,10 @@ REMEDIES = {
     "patched": "torch.nn.Linear.forward or F.linear was replaced: it runs in 8 bit with torch's own again",
     "short": "too little work for 8 bit to pay: Linears(min_features=1024) runs it in 8 bit all the same",
 }
+_fallbacks = Fallbacks(EVENTS, "linear layer %s runs in 16 bit (reason: %s%s)", REMEDIES)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # Dtypes in which diffusers' layerwise casting stores weights between calls. bf16 holds their numbers exactly.
 AT_REST = (torch.float8_e4m3fn, torch.float8_e5m2)
-
-_logged: set[tuple[str, str]] = set()
 
 
 def in_16_bit(x: torch.Tensor) -> torch.Tensor:
@@ -343,13 +342,9 @@ class LinearState:
         """Count a call in 16 bit; raise instead with on_unsupported="raise"."""
         if self.on_unsupported == "raise" and reason not in CHOSEN:
             raise UnsupportedLinearError(self.label, reason, REMEDIES.get(reason, ""))
-        self.events.add(_EVENT.get(reason, _EVENT["other"]))
-        if reason not in CHOSEN and not torch.compiler.is_compiling() and (self.label, reason) not in _logged:
-            first = all(seen != reason for _, seen in _logged)
-            _logged.add((self.label, reason))
-            remedy = f"; {REMEDIES[reason]}" if reason in REMEDIES else ""
-            level = logging.WARNING if first else logging.DEBUG
-            logger.log(level, "linear layer %s runs in 16 bit (reason: %s%s)", self.label, reason, remedy)
+        self.events.add(_fallbacks.slot(reason))
+        if reason not in CHOSEN and not torch.compiler.is_compiling():
+            _fallbacks.log(self.label, reason)
 
 
 def _device_of(model: Any) -> torch.device:

@@ -151,7 +151,7 @@ def counted(processor):
 
 def test_fallback_is_exact_counted_and_logged_once(caplog):
     attention, x, stock, _ = sage_attention_module(min_tokens=161)
-    processors._logged.clear()
+    processors._fallbacks.logged.clear()
     for _ in range(3):
         assert torch.equal(attention(x), stock)
     assert counted(attention.processor) == {"short": 3}

@@ -88,7 +88,7 @@ def told(request):
     with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
         print()
         for name, (calls, exact) in RAN.items():
-            print(f"{name}: {calls} calls in INT8; exact: {exact or 0}")
+            print(f"{name}: {calls} calls in INT8; 16 bit: {exact or 0}")
         for name, why in LEFT_OUT.items():
             print(f"left out: {name}: {why}")
 '''

@@ -113,13 +113,13 @@ def test_the_prefix_leaves_lists_and_last_pieces_whole():
 
 def test_the_first_line_is_a_verdict():
     report = Report([row("a.0", 20, {"short": 8}), row("a.1", 52)])
-    assert report.verdict == "90 % of attention calls in INT8 (72 of 80); exact: short 8"
+    assert report.verdict == "90 % of attention calls in INT8 (72 of 80); 16 bit: short 8"
     assert Report([row("a", 5)]).verdict == "100 % of attention calls in INT8 (5 of 5)"
 
 
 def test_a_verdict_says_first_that_nothing_ran():
     nothing = Report([row("a", 0, {"short": 3, "window": 1})]).verdict
-    assert nothing == "Nothing ran in INT8: 0 of 4 attention calls; exact: short 3, window 1"
+    assert nothing == "Nothing ran in INT8: 0 of 4 attention calls; 16 bit: short 3, window 1"
     assert Report([row("a", 0)]).verdict == "Nothing ran: no attention calls counted"
     assert LinearReport([linear("a", 0, {"training": 2})]).verdict.startswith(
         "Nothing ran in 8 bit: 0 of 2 linear calls"

@@ -17,7 +17,7 @@ from sage_processors import options as config_module
 from sage_processors.calibration import policy_files as policy
 from sage_processors.diffusion.calls import processors
 from sage_processors.diffusion.steps.noise_level import noise_levels
-from sage_processors.diffusion.steps.windows import inside, stays_exact
+from sage_processors.diffusion.steps.windows import inside, stays_16bit
 from tests.diffusion.steps.test_windows import flux_pipe, options
 from tests.diffusion.test_compile import compiled, denoise
 
@@ -92,7 +92,7 @@ def test_a_range_holds_its_low_end_and_one_but_not_its_high_end():
     assert [inside((0.2, 0.5), u) for u in (0.19, 0.2, 0.49, 0.5)] == [False, True, True, False]
     assert inside((0.2, 1.0), 1.0) and inside((0.0, 0.1), 0.0) and not inside((), 0.5)
     config = options(keep={"first_steps": 1, "last_steps": 2, "noise": (0.0, 0.35)})
-    kept = [stays_exact(config, (0.5, 0.7), 1 - i / 10, i, 10 - i) for i in range(10)]
+    kept = [stays_16bit(config, (0.5, 0.7), 1 - i / 10, i, 10 - i) for i in range(10)]
     assert kept == [True, False, False, False, True, True, False, False, True, True]
 
 

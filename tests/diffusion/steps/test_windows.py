@@ -110,7 +110,7 @@ def test_steps_without_windows_never_read_a_level():
     steps.progress.begin(torch.ones(4).as_subclass(Unreadable), 0)
     steps.progress.finish(torch.ones(()).as_subclass(Unreadable))
     steps.enter(steps.progress)
-    assert steps.place == 1 and not steps.exact
+    assert steps.place == 1 and not steps.in_16bit
 
 
 def test_strict_policy_accepts_what_was_asked_for(caplog):
