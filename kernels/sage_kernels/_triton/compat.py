@@ -35,8 +35,7 @@ NAMES = (
 # Attributes of Triton's kernels and compiled kernels, read with `attribute`
 ATTRIBUTES = (
     "params", "do_not_specialize", "do_not_specialize_on_alignment", "arg_names", "device_caches", "ASTSource",
-    "compile", "run", "function", "packed_metadata", "metadata", "src", "signature", "target", "num_warps", "shared",
-    "launcher_cls",
+    "compile", "run", "function", "packed_metadata", "metadata", "src", "launcher_cls",
 )  # fmt: skip
 # All that the Hopper kernels use of Gluon
 GLUON = (
