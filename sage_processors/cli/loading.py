@@ -210,7 +210,7 @@ def load_pipeline(name: str, device: str, dtype: str | None = None):
     if where.type == "cpu" and chosen != torch.float32:  # 16-bit convolutions of a CPU take 30 times as long otherwise
         for model in pipe.components.values():
             if isinstance(model, torch.nn.Module):
-                model.to(memory_format=torch.channels_last)
+                model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     return pipe.to(where)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 
 
 logger = logging.getLogger("sage_processors")
@@ -22,14 +22,14 @@ class Fallbacks:
     def __init__(self, events: tuple[str, ...], message: str, remedies: Mapping[str, str]):
         self.slots = {name: i for i, name in enumerate(events)}
         self.message, self.remedies = message, remedies
-        self.logged: set[tuple[Hashable, str]] = set()
+        self.logged: set[tuple[object, str]] = set()
 
     def slot(self, event: str) -> int:
         """Return the place of an event in a counter."""
         return self.slots.get(event, self.slots["other"])
 
     def log(
-        self, layer: str, reason: str, *, key: Hashable = None, remedy: str = "", more: str = "", level: int = 0
+        self, layer: str, reason: str, *, key: object = None, remedy: str = "", more: str = "", level: int = 0
     ) -> None:
         """Log a reason once for each layer: the first layer as a warning, others at debug level.
 
