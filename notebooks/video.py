@@ -51,7 +51,7 @@ OBEDIENCE = "data/obedience.csv"  # more clips of few variants; shown where it i
 
 # %%
 FIGURES = Path(FIGURES)
-LIVE = {"full": measure.Size(images=2, steps=8, batch=2), "small": measure.Size(images=1, steps=2, batch=1)}[SIZE]
+LIVE = {"full": measure.Size(images=2, steps=8, batch=2), "small": measure.Size(images=2, steps=2, batch=1)}[SIZE]
 USED = sorted(name for name, recipe in RECIPES.items() if not recipe.study)
 LIVE_RECIPES = {"full": USED, "small": [DEFAULT_RECIPE]}[SIZE]
 torch.set_num_threads(1)
