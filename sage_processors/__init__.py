@@ -115,7 +115,16 @@ def _meet_transformers() -> None:
         logging.getLogger(__name__).warning("INT8 attention is not available in this transformers: %s", error)
 
 
+def _meet_generate() -> None:
+    """Let transformers' `generate` make an Int8KVCache, and replay decode steps over one that it is given."""
+    try:
+        importlib.import_module(f"{__name__}.language.generation.default_cache").give_caches()
+    except ImportError as error:
+        logging.getLogger(__name__).warning("generate makes no INT8 cache in this transformers: %s", error)
+
+
 when_imported("transformers.modeling_utils", _meet_transformers, ready="ALL_ATTENTION_FUNCTIONS")
+when_imported("transformers.generation.utils", _meet_generate, ready="GenerationMixin")
 
 
 def __getattr__(name: str) -> Any:

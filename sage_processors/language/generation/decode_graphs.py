@@ -18,7 +18,7 @@ from sage_kernels.compat import is_unobserved
 
 from ...diffusion.graphs.model_state import ModelState, obstacle, refresh_weights
 from ...patching.nested import UnknownValueError, kind_of, mapped, tensors_of
-from ...reporting.event_counter import collected
+from ...reporting.event_counter import collected, settle_with
 from ..kv_cache import Int8KVCache
 from ..masks import adds_masks, mask_of_step
 from .comparing import Verdicts, agree, bits_differ
@@ -58,6 +58,7 @@ class DecodeGraphs:
         self._captures: Any = None
         self._first_steps = self._early_changes = 0  # in a row
         self.replays, self.captures, self.eager = 0, 0, Counter[str]()
+        settle_with(self)
 
     def start(self) -> None:
         """Take over the model's calls, hooks included."""
@@ -336,3 +337,19 @@ class DecodeGraphs:
         if self._captures is None:
             self._captures = Captures(device)
         return self._captures.record(run)
+
+
+def start_graphs(model: Any) -> DecodeGraphs | None:
+    """Return the graphs of a model's decode steps, started if need be; None after `model.compile()`."""
+    taken = model._compiled_call_impl
+    if taken is None:
+        taken = DecodeGraphs(model)
+        taken.start()
+    return taken if isinstance(taken, DecodeGraphs) else None
+
+
+def stop_graphs(model: Any) -> None:
+    """Stop the graphs of a model's decode steps, if there are any, and free their buffers."""
+    taken = model._compiled_call_impl
+    if isinstance(taken, DecodeGraphs):
+        taken.stop()

@@ -42,9 +42,18 @@ def _with_int8(prepare: Any) -> Any:
         longest: Any,
         *rest: Any,
     ) -> Any:
+        given = next((model_kwargs[name] for name in KEY if model_kwargs.get(name) is not None), None)
+        if isinstance(given, Int8KVCache) and _handle_of(self) is None:
+            from .decode_graphs import start_graphs  # not before transformers is there
+
+            start_graphs(self)
         asked = generation_config.cache_implementation
-        given = any(model_kwargs.get(name) is not None for name in KEY)
-        if given or generation_config.use_cache is False or asked not in (None, INT8) or not _takes(self, asked):
+        if (
+            given is not None
+            or generation_config.use_cache is False
+            or asked not in (None, INT8)
+            or not _takes(self, asked)
+        ):
             return prepare(self, generation_config, model_kwargs, mode, batch, longest, *rest)
         generation_config.cache_implementation = None
         try:
@@ -61,7 +70,6 @@ def _with_int8(prepare: Any) -> Any:
 
 def _takes(model: Any, asked: Any) -> bool:
     """True if a model is to get an Int8KVCache. Raises: ValueError for "int8" where it can't be used."""
-    has_handle = getattr(getattr(vars(model).get("_sage"), "handle", None), "_active", False)
     ours = getattr(model.config, "_attn_implementation", None) in IMPLEMENTATIONS
     fits = ours and not model.config.is_encoder_decoder and model._supports_default_dynamic_cache()
     if asked == INT8 and not fits:
@@ -69,7 +77,11 @@ def _takes(model: Any, asked: Any) -> bool:
             f'cache_implementation: got "int8" for {type(model).__name__}, expected a decoder with our attention: '
             "call sage_processors.apply(model, sage_processors.SageAttnProcessor()) first"
         )
-    return fits and (has_handle or asked == INT8)
+    return fits and (_handle_of(model) is not None or asked == INT8)
+
+
+def _handle_of(model: Any) -> Any:
+    return getattr(vars(model).get("_sage"), "handle", None)
 
 
 def _cache(model: Any, generation_config: Any, mode: Any, longest: int) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ...linears.swap import quantize_linears, swap_of
+from ...linears.swap import LinearSwap, quantize_linears, swap_of
 from ...option_groups import OF_ATTENTION, Keep, Scaling
 from ...options import SageAttnProcessor
 from ...patching.block_state import block_state, forget
@@ -16,7 +16,7 @@ from ..attention import attention_report, register_transformers
 from ..choice import configs_of, refuse_without_attention
 from ..names import IMPLEMENTATIONS, Implementation, name_of, standard
 from ..report import AttentionReport
-from .decode_graphs import DecodeGraphs
+from .decode_graphs import DecodeGraphs, start_graphs, stop_graphs
 from .default_cache import give_caches
 
 
@@ -48,7 +48,8 @@ class LanguageHandle:
         check_options(config)
         refuse_without_attention(model, "sage_int8")
         self.model, self.config, self._active = model, config, True
-        self.linears, self.graphs = None, None
+        self.linears: LinearSwap | None = None
+        self.graphs: DecodeGraphs | None = None
         self._last_report: AttentionReport | None = None
         self._before = [(x, x._attn_implementation) for x in configs_of(model)]
         try:
@@ -65,9 +66,9 @@ class LanguageHandle:
                     on_unsupported=strictness, drop_weights=config.linears.drop_weights,
                 )  # fmt: skip
             give_caches()
-            if config.graphs == "auto" and model._compiled_call_impl is None:
-                self.graphs = DecodeGraphs(model)
-                self.graphs.start()
+            stop_graphs(model)
+            self.graphs = start_graphs(model) if config.graphs == "auto" else None
+            if self.graphs is not None:
                 if self.linears is not None:  # in prompts too, so that results don't depend on what is replayed
                     self.linears.run_short_calls(True)
             block_state(model).handle = self
@@ -82,8 +83,6 @@ class LanguageHandle:
         """
         if self._last_report is not None:
             return self._last_report
-        if self.graphs is not None:
-            self.graphs.settle()
         found = attention_report(self.model)
         lines = [heading(self.config)]
         if self.graphs is not None:

@@ -82,8 +82,8 @@ def tokens(model, cache=None, ids=None, **options):
 def eager(name, capacity, **options):
     """The same tokens without graphs."""
     model = MODELS[name]()[0]
-    model.set_attn_implementation("sage_int8")
-    return tokens(model, sp.Int8KVCache(model.config, capacity), **options)
+    with sp.apply(model, sp.SageAttnProcessor()):
+        return tokens(model, sp.Int8KVCache(model.config, capacity), **options)
 
 
 WAYS = {
@@ -311,6 +311,22 @@ def test_a_changed_model_is_seen(graphs):
     assert len(seen) >= 20 and made.eager["hooks"]
 
 
+def test_a_cache_alone_replays_and_apply_takes_the_graphs_over(graphs):
+    want = eager("llama", ROOM)
+    model = MODELS["llama"]()[0]
+    model.set_attn_implementation("sage_int8")
+    cache = sp.Int8KVCache(model.config, ROOM)
+    tokens(model, cache, max_new_tokens=1)
+    made = model._compiled_call_impl
+    made.record = Recorder()
+    assert torch.equal(tokens(model, sp.Int8KVCache(model.config, ROOM)), want) and made.replays == 17
+    assert all(row["cache_calls"] == 19 for row in sp.attention_report(model).rows)
+    with sp.apply(model, sp.SageAttnProcessor()):
+        assert model._compiled_call_impl is None and not made.buffers.sets
+        tokens(model, sp.Int8KVCache(model.config, ROOM))
+        assert model._compiled_call_impl is None
+
+
 def eager_of(model):
     """A model's tokens with graphs off for a moment."""
     taken, model._compiled_call_impl = model._compiled_call_impl, None
@@ -327,8 +343,8 @@ def test_cuda_graphs_generate_what_eager_steps_do(name, capacity, way):
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA GPU")
     model, ids = MODELS[name]()[0].to("cuda", torch.float16), ids_of().cuda()
-    model.set_attn_implementation("sage_int8")
-    want = tokens(model, sp.Int8KVCache(model.config, capacity), ids, **WAYS[way])
+    with sp.apply(model, sp.SageAttnProcessor()):
+        want = tokens(model, sp.Int8KVCache(model.config, capacity), ids, **WAYS[way])
     with sp.apply(model, sp.SageAttnProcessor("fast")) as handle:
         handle.linears.remove()
         for _ in range(3):
@@ -342,8 +358,8 @@ def test_a_broken_cuda_capture_leaves_sampling_as_it_was():
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA GPU")
     model, ids = MODELS["llama"]()[0].to("cuda", torch.float16), ids_of().cuda()
-    model.set_attn_implementation("sage_int8")
-    want = tokens(model, sp.Int8KVCache(model.config, ROOM), ids, do_sample=True)
+    with sp.apply(model, sp.SageAttnProcessor()):
+        want = tokens(model, sp.Int8KVCache(model.config, ROOM), ids, do_sample=True)
     forward = model.model.layers[1].mlp.forward
     model.model.layers[1].mlp.forward = lambda x: forward(x) * (1 if bool(x.isfinite().any()) else 0)
     with sp.apply(model, sp.SageAttnProcessor(graphs="auto")) as handle:
