@@ -17,10 +17,10 @@ body { font: 16px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 0 auto; p
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; }
 th, td { padding: .2rem .8rem .2rem 0; text-align: right; }
-th:first-child, td:first-child { text-align: left; }
-.pictures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(14rem, 100%), 1fr)); gap: .6rem; }
+th:first-child, td:first-child, tr :last-child:nth-child(2) { text-align: left; }
+.pictures { display: grid; grid-template-columns: repeat(3, 1fr); gap: .6rem; }
 figure { margin: 0; }
-img { width: 100%; height: auto; display: block; image-rendering: auto; }
+img { width: 100%; height: auto; display: block; }
 h2 { font-size: 1.05rem; margin: 2rem 0 .4rem; overflow-wrap: anywhere; }
 figcaption, .small { font-size: .85rem; overflow-wrap: anywhere; }
 """
