@@ -141,10 +141,10 @@ class Linears:
         min_features: layers with fewer input or output features stay in 16 bit. None: 1024, and on a GPU calls with
             little work run in 16 bit, too (reason "short"). 0: all are swapped.
         drop_weights: free the 16-bit weights as soon as the 8-bit ones are made. The handle can't give them back:
-            `remove()`, `save_pretrained` and all else that needs them raise RuntimeError. Modulation and time
-            embeddings with min_features² weights or more then have INT8 weights, too, which multiply 16-bit
-            activations ("int8_weights" in the report), unless a rule in `layers` says "none".
-    Raises: TypeError or ValueError for a wrong type or value.
+            these layers stay in 8 bit after `remove()`; `save_pretrained` and all else that needs the weights raise
+            RuntimeError. Modulation and time embeddings with min_features² weights or more then have INT8 weights,
+            too, which multiply 16-bit activations ("int8_weights" in the report), unless a rule in `layers` says
+            "none".
     """
 
     format: LinearFormat = "int8"

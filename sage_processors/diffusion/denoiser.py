@@ -11,6 +11,7 @@ from torch import nn
 
 from sage_kernels import RECIPES
 from sage_kernels.compat import mark_static_address
+from sage_kernels.facts.crossover import is_measured
 from sage_kernels.facts.recipe import MIXED_RECIPE
 from sage_kernels.planning.rules import rule_for
 from sage_kernels.planning.state import ScaleState, Site
@@ -133,6 +134,9 @@ class Denoiser:
                 min_features=config.linears.min_features, drop_weights=config.linears.drop_weights,
                 on_unsupported=config.on_unsupported, name=self.name,
             )  # fmt: skip
+            has_gpu, is_chosen = torch.cuda.is_available(), config.preset is not None
+            if is_chosen and self.graphs is None and has_gpu and not is_measured(torch.device("cuda")):
+                self.linears.run_in_graphs_alone()
 
     def _swapped(self, original, label: str):
         """Return the Sage processor for an original one, with the options of its layer."""

@@ -8,6 +8,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from sage_kernels.facts.crossover import NEVER
+
 from ..option_groups import LinearFormat, Linears
 from ..patching.block_state import has_place
 from ..patching.on_import import when_imported
@@ -298,6 +300,11 @@ class LinearSwap:
         """Run short calls in 8 bit too (True), or only calls with enough work for 8 bit to pay (False)."""
         usual = LEAST_WORK if self._options["min_features"] is None else 0
         self._short.decide(self.states(), 0 if on else usual)
+
+    def run_in_graphs_alone(self) -> None:
+        """Take all calls for short, so that only layers without 16-bit weights run in 8 bit outside of graphs."""
+        if self._options["min_features"] is None:
+            self._short.decide(self.states(), NEVER)
 
     def forwards_without_eager_calls(self) -> int:
         """Return the number of forwards in which no layer was called from Python: torch.compile ran them."""

@@ -133,6 +133,12 @@ def gpu_class(device: torch.device) -> str | None:
     return {9: "hopper", 10: "blackwell", 11: "blackwell"}.get(major, "consumer_blackwell")
 
 
+def is_measured(device: torch.device) -> bool:
+    """Return True if the table has measured rows of the class of this GPU; True for a CPU."""
+    gpu = gpu_class(device)
+    return gpu is None or any(row.gpu == gpu and row.evidence for row in CROSSOVERS)
+
+
 @functools.cache
 def _limits(device: torch.device, head_dim: int, recipe: str, causal: bool) -> tuple[int, int]:
     """(tokens, scores): a call on this device with fewer of either is short."""
