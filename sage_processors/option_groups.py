@@ -145,6 +145,7 @@ class Linears:
             RuntimeError. Modulation and time embeddings with min_features² weights or more then have INT8 weights,
             too, which multiply 16-bit activations ("int8_weights" in the report), unless a rule in `layers` says
             "none".
+    Raises: TypeError or ValueError for a wrong type or value.
     """
 
     format: LinearFormat = "int8"

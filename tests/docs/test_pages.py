@@ -98,6 +98,7 @@ def sections(page: str) -> dict[str, str]:
 
 # how the words of the glossary appear on other pages
 OUR_WORDS = {
+    "preset": r"presets?",
     "recipe": r"recipes?", "scaling": r"scalings?", "plan": r"plan(?:s|ned)?", "centre": r"centred?",
     "balance": r"balanced?", "guard": r"guard", "call-site": r"call sites?", "denoiser": r"denoisers?",
     "step-window": r"step windows?", "fallback": r"fallbacks?|fall(?:s|ing)? back", "short-call": r"short calls?",
