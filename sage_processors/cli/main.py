@@ -201,7 +201,7 @@ def doctor(
     as_json: JsonOption = False,
     device: DeviceOption = "auto",
 ) -> None:
-    """Say whether this machine is fit for INT8: versions, kernels, Triton's cache, a self-test of every recipe.
+    """Say what this machine is fit for: versions, kernels, Triton's cache, a self-test of recipes.
 
     Changes no settings. On a GPU, the first run compiles kernels into Triton's cache.
     The exit code is 1 if the self-test fails.

@@ -1,4 +1,4 @@
-"""Pipelines and models of random weights, built from their configs: to time a checkpoint that is not on the disk."""
+"""Build pipelines with random weights from their configs, to time what is not on the disk."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ SMALL_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]  # what a tokenizer and 
 
 
 def random_pipeline(name: str, device: torch.device, dtype: torch.dtype) -> Any:
-    """Return the pipeline of a folder or Hub name with random weights of the true shapes. Reads no weights.
+    """Return a pipeline with random weights of the true shapes.
+
+    name: a folder or a Hub name, of which no weights are read.
 
     Raises: typer.BadParameter for a name without such configs.
     """

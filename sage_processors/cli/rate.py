@@ -213,9 +213,9 @@ def _config(model, preset, recipe, linears, policy) -> SageAttnProcessor:
 
 
 def _language_model(model: str, device: str, dtype: str | None, random: bool) -> tuple[Any, Any]:
-    """Return a transformers model on the device and its tokenizer; two Nones if the name is of something else.
+    """Return a transformers model on the device and its tokenizer.
 
-    random: weights are random, and the tokenizer is None.
+    Two Nones if the name is of something else. random: weights are random, and the tokenizer is None.
     """
     import torch
 

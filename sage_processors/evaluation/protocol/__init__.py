@@ -1,4 +1,4 @@
-"""The protocol for a checkpoint of one's own: how fast it is, and how near to stock. For `time` and `rate`.
+"""Measure a checkpoint of one's own: how fast it is, and how near to stock.
 
 May import what the folder above may import.
 """

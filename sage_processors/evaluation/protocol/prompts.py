@@ -67,7 +67,10 @@ def built_in(count: int, categories: list[str] | None = None) -> list[tuple[str,
 
 
 def from_file(path: Path, count: int | None = None) -> list[tuple[str, str]]:
-    """Return the prompts of a text file, one a line, or its first `count`, with "" as category. Raises: ValueError."""
+    """Return pairs ("", prompt) of a text file with one prompt a line.
+
+    count: only the first ones. Raises: ValueError.
+    """
     try:
         lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:

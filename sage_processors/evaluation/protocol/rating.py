@@ -1,4 +1,4 @@
-"""Rate a checkpoint: pictures or clips in INT8, and of another exact kernel, against a reference of the same seeds.
+"""Rate pictures or clips in INT8, and those of another exact kernel, against a reference.
 
 Another exact kernel draws other pictures, too, since its rounding differs. Its distance is the noise floor: what no
 method can be asked to beat. Every picture is compared with it pair by pair.
@@ -30,7 +30,7 @@ LEAST_PAIRS = 6  # see cli/calibrate.py: with fewer, equal methods differ by cha
 
 @contextmanager
 def another_kernel() -> Iterator[None]:
-    """Run attention with another exact kernel than PyTorch's usual one: mem-efficient on a GPU, math on a CPU."""
+    """Run attention with PyTorch's mem-efficient kernel on a GPU, its math kernel on a CPU."""
     with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
         yield
 
@@ -45,7 +45,7 @@ def usable(name: str, measure: Callable[[], Any]) -> str:
 
 
 class ClipScore:
-    """Cosine of CLIP's embeddings of pictures and prompts, times 100, with a model that is on the disk already.
+    """Cosine of CLIP's embeddings of pictures and prompts, times 100.
 
     name: a folder, or a Hub name in the local cache: nothing is downloaded. Raises: OSError or ValueError without it.
     """
@@ -208,7 +208,7 @@ def _saved(drawn: dict[str, torch.Tensor], i: int, number: int, folder: Path) ->
 
 
 def summarise(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the means by way, the paired differences from the noise floor with 95 % intervals, and a verdict."""
+    """Return means, paired differences from the noise floor with 95 % intervals, and a verdict."""
     ways = [way for way in (REFERENCE, STOCK, FLOOR, OURS) if way in rows[0]["metrics"]]
     means = {
         way: {

@@ -1,4 +1,4 @@
-"""Rate a language model: loss and KL divergence per token, in INT8 and of another exact kernel, window by window."""
+"""Rate a language model by loss and KL divergence per token, beside another exact kernel."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def rate_language(
 
 
 def _log_probabilities(model, part: torch.Tensor, implementation: str) -> tuple[torch.Tensor, list[float]]:
-    """Return log p of every next token, [N, S - 1, V] in fp64, and the mean loss of each window in nats per token."""
+    """Return log p of next tokens, fp64 [N, S - 1, V], and each window's mean loss in nats per token."""
     with language.with_attention(model, implementation):
         logs = model(part[:, :-1], use_cache=False).logits.double().log_softmax(-1)
     return logs, (-logs.gather(-1, part[:, 1:, None])).mean((1, 2)).tolist()

@@ -1,4 +1,4 @@
-"""The page of a rating: verdict, tables, and pictures side by side, the worst first. One HTML file without scripts."""
+"""Write the page of a rating: verdict, tables, and pictures side by side, the worst first."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def time_language(
     model: Any, *, recipe: str, prompt_tokens: int, new_tokens: int, on_way: Callable[[str], None] = lambda way: None,
     **options: Any,
 ) -> tuple[dict[str, Timing], int]:  # fmt: skip
-    """Return {"stock": Timing, "int8": Timing} of a text of random tokens, and the attention calls in INT8.
+    """Return {"stock": Timing, "int8": Timing} of a text, and the attention calls in INT8.
 
     INT8 is attention of prompts and the KV cache. Times of a step are those of a new token. options: of `time_calls`.
     """
