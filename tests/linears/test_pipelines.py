@@ -26,14 +26,14 @@ def pipeline(name):
     return pipe
 
 
-def draw(pipe):
+def draw(pipe, **more):
     generator = torch.Generator().manual_seed(0)
     return pipe(
         "a red circle on a blue background",
         num_inference_steps=4,
         generator=generator,
         output_type="pt",
-        **quality.picture_arguments(pipe),
+        **quality.picture_arguments(pipe) | more,
     ).images
 
 
