@@ -81,42 +81,43 @@ def check_linear(x, weight, bias, activation, gate, residual, dtype) -> None:
         raise TypeError(f"weight.codes: got {w_codes.dtype}, expected {codes.dtype} as x.codes")
     if codes.device != w_codes.device:
         raise ValueError(f"weight.codes: got device {w_codes.device}, expected {codes.device} as x.codes")
+    _check_finish(codes, w_codes.shape[0], bias, activation, gate, residual, dtype)
+
+
+def _check_finish(x, columns: int, bias, activation, gate, residual, dtype) -> None:
+    """Raise unless what follows a product of rows x [..., K] with `columns` rows of a weight can be computed."""
     _check_choice("activation", activation, ACTIVATIONS)
     if dtype not in DTYPES:
         raise TypeError(f"dtype: got {dtype}, expected one of {DTYPES}")
-    columns = w_codes.shape[0]
     if activation in GATED and columns % 2:
         raise ValueError(f"weight.codes: got {columns} rows, expected an even number for {activation!r}")
-    shape = (*codes.shape[:-1], columns // 2 if activation in GATED else columns)
+    shape = (*x.shape[:-1], columns // 2 if activation in GATED else columns)
     if bias is not None:
-        check_tensor("bias", bias, DTYPES, codes.device)
+        check_tensor("bias", bias, DTYPES, x.device)
         if bias.shape != (columns,):
             raise ValueError(f"bias: got shape {tuple(bias.shape)}, expected {(columns,)}")
     if gate is not None:
-        check_tensor("gate", gate, DTYPES, codes.device)
+        check_tensor("gate", gate, DTYPES, x.device)
         _check_broadcasts("gate", gate, shape)
     if residual is not None:
-        check_tensor("residual", residual, DTYPES, codes.device)
+        check_tensor("residual", residual, DTYPES, x.device)
         if residual.shape != shape:
             raise ValueError(f"residual: got shape {tuple(residual.shape)}, expected {tuple(shape)}")
     _refuse_gradients(bias=bias, gate=gate, residual=residual)
 
 
-def check_weight_only(x, weight, bias) -> None:
+def check_weight_only(x, weight, bias, activation, gate, residual, dtype) -> None:
     """Raise unless `weight_only_linear` can do this call."""
     _check_rows(x)
-    check_quantized("weight", weight, (torch.int8,))
+    check_quantized("weight", weight, tuple(CODE_TYPES.values()))
     codes = weight[0]
     if codes.dim() != 2 or x.shape[-1] != codes.shape[1]:
         got = f"{tuple(x.shape)} and {tuple(codes.shape)}"
         raise ValueError(f"x, weight.codes: got shapes {got}, expected [..., K] and [N, K]")
     if codes.device != x.device:
         raise ValueError(f"weight.codes: got device {codes.device}, expected {x.device} as x")
-    if bias is not None:
-        check_tensor("bias", bias, DTYPES, x.device)
-        if bias.shape != codes.shape[:1]:
-            raise ValueError(f"bias: got shape {tuple(bias.shape)}, expected {tuple(codes.shape[:1])}")
-    _refuse_gradients(x=x, bias=bias)
+    _check_finish(x, codes.shape[0], bias, activation, gate, residual, dtype)
+    _refuse_gradients(x=x)
 
 
 def _check_rows(x) -> None:

@@ -28,7 +28,10 @@ _library.define(
     "quantized_linear(Tensor codes, Tensor scale, Tensor weight, Tensor weight_scale, Tensor? bias, str activation, "
     "Tensor? gate, Tensor? residual, ScalarType dtype) -> Tensor"
 )
-_library.define("weight_only_linear(Tensor x, Tensor weight, Tensor weight_scale, Tensor? bias) -> Tensor")
+_library.define(
+    "weight_only_linear(Tensor x, Tensor weight, Tensor weight_scale, Tensor? bias, str activation, Tensor? gate, "
+    "Tensor? residual, ScalarType dtype, bool batch_invariant) -> Tensor"
+)
 
 
 class QuantizedRows(NamedTuple):
@@ -183,25 +186,39 @@ def quantized_linear(
     return result
 
 
-def weight_only_linear(x: torch.Tensor, weight: QuantizedRows, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Multiply a 16-bit activation by an INT8 weight: x · weightᵀ + bias. For few rows.
+def weight_only_linear(
+    x: torch.Tensor,
+    weight: QuantizedRows,
+    bias: torch.Tensor | None = None,
+    *,
+    activation: str = "none",
+    gate: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    batch_invariant: bool = False,
+) -> torch.Tensor:
+    """Multiply 16-bit rows by an 8-bit weight: residual + gate · activation(x · weightᵀ + bias). For few rows.
 
-    Such a layer waits for its weight to be read, and INT8 halves that. Codes are exact in 16 bit. Sums of x · codes
-    are fp32, times the scale of their column, plus the bias, and rounded once. A row of x with NaN or inf has no
-    finite output, nor has a row whose sums exceed fp32.
+    Such a layer waits for its weight to be read, and 8 bits halve that. Codes are exact in 16 bit. Sums of x · codes
+    are fp32, times the scale of their column, and rounded once at the end. Equal calls give equal bits. A row of x
+    with NaN or inf has no finite output, nor has a row whose sums exceed fp32.
 
     Args:
         x: [..., K] fp16, bf16 or fp32, 1 to 4 dimensions.
-        weight: int8 codes [N, K], scale [N], as `quantize_weight` returns them.
-        bias: [N] or None.
-    Returns: [..., N] of x's dtype, contiguous.
+        weight: codes [N, K], scale [N], as `quantize_weight` returns them.
+        bias, activation, gate, residual: see `quantized_linear`.
+        dtype: of the output, fp16, bf16 or fp32; x's if None.
+        batch_invariant: the bits of a row do not depend on how many rows are multiplied with it. Slower for few rows.
+    Returns: [..., N], with a gated activation [..., N / 2], contiguous.
     Raises: TypeError, ValueError, NotImplementedError before any launch; see checks/linear.py.
     """
-    given = (x, *weight, bias) if isinstance(weight, tuple) else ()
-    key, result = try_replay("weight_only", given, ())
+    dtype = x.dtype if dtype is None and isinstance(x, torch.Tensor) else dtype
+    given = (x, *weight, bias, gate, residual) if isinstance(weight, tuple) else ()
+    key, result = try_replay("weight_only", given, (activation, dtype, batch_invariant))
     if result is None:
-        check_weight_only(x, weight, bias)
-        result = run_op(key, _weight_only_linear, "weight_only_linear", (x, *weight, bias))
+        check_weight_only(x, weight, bias, activation, gate, residual, dtype)
+        arguments = (x, *weight, bias, activation, gate, residual, dtype, batch_invariant)
+        result = run_op(key, _weight_only_linear, "weight_only_linear", arguments)
     return result
 
 
@@ -244,12 +261,17 @@ def compute_linear(
     return reference.ref_quantized_linear(codes, scale, weight, weight_scale, bias, **options)
 
 
-def _weight_only_linear(x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, bias: Any) -> Any:
+def _weight_only_linear(
+    x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, bias: Any, activation: str, gate: Any,
+    residual: Any, dtype: torch.dtype, batch_invariant: bool,
+) -> Any:  # fmt: skip
+    options = {"activation": activation, "gate": gate, "residual": residual, "dtype": dtype}
+    options["batch_invariant"] = batch_invariant
     if x.is_cuda and x.numel():
         from .._triton.linear.launch import launch_weight_only_linear
 
-        return launch_weight_only_linear(x, weight, weight_scale, bias)
-    return reference.ref_weight_only_linear(x, weight, weight_scale, bias)
+        return launch_weight_only_linear(x, weight, weight_scale, bias, **options)
+    return reference.ref_weight_only_linear(x, weight, weight_scale, bias, **options)
 
 
 def _fake_quantize_activation(x: torch.Tensor, format: str, *vectors: Any) -> Any:
@@ -266,8 +288,10 @@ def _fake_quantized_linear(
     return codes.new_empty((*codes.shape[:-1], columns), dtype=dtype)
 
 
-def _fake_weight_only_linear(x: torch.Tensor, weight: torch.Tensor, weight_scale: Any, bias: Any) -> Any:
-    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+def _fake_weight_only_linear(
+    x: torch.Tensor, weight: torch.Tensor, weight_scale: Any, bias: Any, *options: Any
+) -> Any:
+    return _fake_quantized_linear(x, None, weight, weight_scale, bias, *options[:4])
 
 
 def of_op(name: str, function: Callable[..., Any], tensors: tuple[int, ...]) -> Callable[..., Any]:
@@ -293,7 +317,7 @@ def of_op(name: str, function: Callable[..., Any], tensors: tuple[int, ...]) -> 
 for _name, _function, _fake, _tensors in (
     ("quantize_activation", compute_codes, _fake_quantize_activation, (0, 3, 4, 6, 7, 8, 9)),
     ("quantized_linear", compute_linear, _fake_quantized_linear, (0, 1, 2, 3, 4, 6, 7)),
-    ("weight_only_linear", _weight_only_linear, _fake_weight_only_linear, (0, 1, 2, 3)),
+    ("weight_only_linear", _weight_only_linear, _fake_weight_only_linear, (0, 1, 2, 3, 5, 6)),
 ):
     _implementation = of_op(_name, _function, _tensors)
     for _device in ("CPU", "CUDA"):

@@ -58,7 +58,17 @@ def ref_quantized_linear(codes, scale, weight, weight_scale, bias, *, activation
     """
     # INT8 products of up to 2^24 / 127² elements are exact in fp32, and longer ones in fp64
     sums = (codes.double() @ weight.double().mT).float()
-    y = sums * scale[..., None] * weight_scale
+    return _finished(sums * scale[..., None] * weight_scale, bias, activation, gate, residual, dtype)
+
+
+def ref_weight_only_linear(x, weight, weight_scale, bias, *, activation, gate, residual, dtype, batch_invariant=False):
+    """Compute `sage_kernels.weight_only_linear`: [..., N] of x [..., K], codes [N, K] and scale [N]."""
+    sums = (x.double() @ weight.double().mT).float()
+    return _finished(sums * weight_scale, bias, activation, gate, residual, dtype)
+
+
+def _finished(y, bias, activation: str, gate, residual, dtype):
+    """Compute residual + gate · activation(y + bias) in fp32, rounded once to dtype."""
     if bias is not None:
         y = y + bias.float()
     y = activated(y, activation)
@@ -67,12 +77,6 @@ def ref_quantized_linear(codes, scale, weight, weight_scale, bias, *, activation
     if residual is not None:
         y = residual.float() + y
     return y.to(dtype).contiguous()  # it may have a residual's strides
-
-
-def ref_weight_only_linear(x, weight, weight_scale, bias):
-    """Compute `sage_kernels.weight_only_linear`: [..., N] of x [..., K], INT8 codes [N, K] and scale [N]."""
-    y = (x.double() @ weight.double().mT).float() * weight_scale
-    return (y if bias is None else y + bias.float()).to(x.dtype).contiguous()
 
 
 def activated(y, activation: str):

@@ -84,16 +84,20 @@ class Linears:
         assert out.dtype == options.get("dtype", torch.bfloat16)
         return out.cpu()
 
-    def weight_only(self, x, weight, bias=None, tile=None):
+    def weight_only(self, x, weight, bias=None, tile=None, **options):
         self.tile = tile
-        out = weight_only_linear(self.to_device(x), self.to_device(weight), self.to_device(bias))
-        assert out.shape == (*x.shape[:-1], weight.codes.shape[0]) and out.is_contiguous() and out.dtype == x.dtype
+        skip_without_fp8(self.device, weight.format)
+        options = {n: self.to_device(y) for n, y in options.items()}
+        out = weight_only_linear(self.to_device(x), self.to_device(weight), self.to_device(bias), **options)
+        columns = weight.codes.shape[0] // (2 if options.get("activation") in GATED else 1)
+        assert out.shape == (*x.shape[:-1], columns) and out.is_contiguous()
+        assert out.dtype == options.get("dtype", x.dtype)
         return out.cpu()
 
-    def check_weight_only(self, x, weight, bias=None, tile=None):
+    def check_weight_only(self, x, weight, bias=None, tile=None, **options):
         """As `weight_only`, held against exact arithmetic on the same codes."""
-        out = self.weight_only(x, weight, bias, tile)
-        wanted, bound = exact_weight_only(x, weight, bias, tier=self.tier)
+        out = self.weight_only(x, weight, bias, tile, **options)
+        wanted, bound = exact_weight_only(x, weight, bias, tier=self.tier, **options)
         error = (out.double() - wanted).abs()
         assert (error <= bound).all(), f"{(error / bound).max():.3f} times the bound"
         return out
@@ -137,7 +141,11 @@ def exact(
         if tier == "cuda":  # as many times as there are products, and sums of 32 of them
             largest = _largest_products(codes.abs(), w.abs())
             error += (depth + depth // 32 + 1) * 2.0**-13 * largest * scales
-    y = y + bias
+    return _finished(y + bias, error, activation, gate, residual, dtype, tier)
+
+
+def _finished(y, error, activation, gate, residual, dtype, tier):
+    """What follows a product y [..., N] in fp64, and how far the op may be from it. error: of y."""
     if activation in GATED:
         (value, y), (value_error, error) = (z.unflatten(-1, (-1, 2)).unbind(-1) for z in (y, error))
     steep = 1.0 if GATED.get(activation, activation) == "none" else 1.13  # no activation function is steeper
@@ -162,17 +170,16 @@ def _largest_products(codes, w):
     return torch.cat(parts, -1).double().cpu()
 
 
-def exact_weight_only(x, weight, bias=None, *, tier="reference"):
+def exact_weight_only(
+    x, weight, bias=None, *, activation="none", gate=None, residual=None, dtype=None, tier="reference"
+):
     """The output of `weight_only_linear` in fp64, and how far the op may be from it: products of 16 bit and a code are
-    exact in fp32, each of the K sums rounds once (a GPU's matrix units cut off: twice as much), then the scale, the
-    bias, and one rounding to x's type."""
+    exact in fp32, each of the K sums rounds once (a GPU's matrix units cut off: twice as much), then what follows."""
     rows, codes, scale = x.double(), weight.codes.double(), weight.scale.double()
     y, bias = rows @ codes.mT * scale, torch.zeros(()) if bias is None else bias.double()
     each = _FP32 * (2 if tier == "cuda" else 1) * (2 if x.dtype == torch.float32 else 1)  # a product of fp32 rounds
     error = x.shape[-1] * each * (rows.abs() @ codes.abs().mT) * scale + 4 * _FP32 * (y.abs() + bias.abs())
-    y = y + bias
-    half_unit = _HALF_UNIT[x.dtype] * (2 if tier == "interpreter" and x.dtype == torch.bfloat16 else 1)
-    return y, error + half_unit * (y.abs() + error) + _SMALLEST[x.dtype]
+    return _finished(y + bias, error, activation, gate, residual, dtype or x.dtype, tier)
 
 
 def activated(y, name: str):

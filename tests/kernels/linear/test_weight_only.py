@@ -14,10 +14,15 @@ from tests.support import recording_driver
 
 
 pytest.importorskip("triton", reason="triton is not installed")
-from sage_kernels._triton.linear.tiles import LinearTile  # noqa: E402
+from sage_kernels._triton.linear.tiles import FewRowsTile  # noqa: E402
 
 
-TILES = {"one row of tiles": LinearTile(16, 32, 32, 2, 2), "many": LinearTile(32, 64, 64, 4, 2)}
+TILES = {
+    "one row of tiles": FewRowsTile(16, 32, 32, 2, 2, parts=3),
+    "many": FewRowsTile(32, 64, 64, 4, 2),
+    "lanes": FewRowsTile(8, 16, 32, 4, 3, lanes=4),
+    "lanes and parts": FewRowsTile(8, 16, 16, 2, 2, lanes=2, parts=2),
+}
 on_every_tile = pytest.mark.parametrize(
     ("tier", "tile"),
     [

@@ -42,7 +42,7 @@ def activated(y, ACTIVATION: tl.constexpr, ASM: tl.constexpr):
 def finish_tile(
     sums, m, first, x_scale, w_scale_ptr, bias_ptr, gate_ptr, rows, columns, columns_out, tokens, stride_gb, stride_gt,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
-    HAS_BIAS: tl.constexpr, GATE: tl.constexpr, ASM: tl.constexpr,
+    HAS_BIAS: tl.constexpr, GATE: tl.constexpr, ASM: tl.constexpr, SCALE_STEP: tl.constexpr = 1,
 ):  # fmt: skip
     """Turn sums of products [BLOCK_M, BLOCK_N] into fp32 outputs, still without the residual.
 
@@ -52,9 +52,10 @@ def finish_tile(
     first: the tile's first row of the weight, which is a column of the sums.
     GATED: column 2i is a value and 2i + 1 its gate, as in GEGLU and SwiGLU.
     GATE: multiply by gate_ptr: "none", "all" (one vector for all rows) or "row".
+    SCALE_STEP: stride of the weight's scales.
     """
     n = first + tl.arange(0, BLOCK_N)
-    w_scale = tl.load(w_scale_ptr + n, mask=n < columns, other=0.0)
+    w_scale = tl.load(w_scale_ptr + n * SCALE_STEP, mask=n < columns, other=0.0)
     y = sums.to(tl.float32) * x_scale[:, None] * w_scale[None, :]
     if HAS_BIAS:
         y += tl.load(bias_ptr + n, mask=n < columns, other=0.0).to(tl.float32)[None, :]
@@ -79,12 +80,18 @@ def finish_and_store(
     sums, m, j, x_scale_ptr, w_scale_ptr, bias_ptr, gate_ptr, residual_ptr, out_ptr, rows, columns, columns_out,
     tokens, stride_gb, stride_gt, stride_r, BLOCK_N: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
     HAS_BIAS: tl.constexpr, GATE: tl.constexpr, HAS_RESIDUAL: tl.constexpr, ASM: tl.constexpr,
+    HAS_X_SCALE: tl.constexpr = True, SCALE_STEP: tl.constexpr = 1,
 ):  # fmt: skip
-    """Finish sums [len(m), BLOCK_N], add the residual, and store them. m: rows; j: column of tiles."""
-    x_scale = tl.load(x_scale_ptr + m, mask=m < rows, other=0.0)
+    """Finish sums [len(m), BLOCK_N], add the residual, and store them. m: rows; j: column of tiles.
+
+    HAS_X_SCALE: False for rows in 16 bit, which have no quantisation scale.
+    """
+    x_scale = tl.full([m.shape[0]], 1.0, tl.float32)
+    if HAS_X_SCALE:
+        x_scale = tl.load(x_scale_ptr + m, mask=m < rows, other=0.0)
     y = finish_tile(
         sums, m, j * BLOCK_N, x_scale, w_scale_ptr, bias_ptr, gate_ptr, rows, columns, columns_out, tokens, stride_gb,
-        stride_gt, m.shape[0], BLOCK_N, ACTIVATION, GATED, HAS_BIAS, GATE, ASM,
+        stride_gt, m.shape[0], BLOCK_N, ACTIVATION, GATED, HAS_BIAS, GATE, ASM, SCALE_STEP,
     )  # fmt: skip
     BLOCK_OUT: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     o = j * BLOCK_OUT + tl.arange(0, BLOCK_OUT)

@@ -11,7 +11,14 @@ from .. import compat
 from ..launch import buffer, capability_of, launch, processors_of
 from .matmul import STRIP, _add_parts_kernel, _linear_kernel
 from .quantize_rows import _quantize_rows_kernel
-from .tiles import POINTERS, LinearTile, choose_linear_tile, choose_weight_only_tile, split_last_tiles
+from .tiles import (
+    POINTERS,
+    FewRowsTile,
+    LinearTile,
+    choose_linear_tile,
+    choose_weight_only_tile,
+    split_last_tiles,
+)
 from .weight_only import _weight_only_kernel
 
 
@@ -112,26 +119,18 @@ def launch_quantized_linear(
     codes, scale, weight, weight_scale, bias, *, activation, gate, residual, dtype, tile: LinearTile | None = None
 ):
     """Launch `sage_kernels.quantized_linear`. tile: overrides the table (benchmarks, tests)."""
-    shape, is_gated = codes.shape[:-1], activation in GATED
-    columns = weight.shape[0]
-    columns_out = columns // 2 if is_gated else columns
+    shape, columns = codes.shape[:-1], weight.shape[0]
+    columns_out = columns // 2 if activation in GATED else columns
     x, w = _as_rows(codes), _as_rows(weight)
     rows, depth = x.shape
     tile = tile or _device_tile(x.device, rows, columns)
     out = buffer(*shape, columns_out, dtype=dtype, device=x.device, returned=True)
-    none = weight_scale
-    kind, gate_strides, tokens = "none", (0, 0), 1
-    if gate is not None:
-        gate, tokens, *gate_strides = _broadcast(gate, out.shape)
-        kind = "row" if any(gate_strides) else "all"
-    constants = {
-        "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "GROUP": _GROUP,
-        "ACTIVATION": GATED.get(activation, activation), "GATED": is_gated, "HAS_BIAS": bias is not None,
-        "GATE": kind, "HAS_RESIDUAL": residual is not None, "FP8": codes.dtype != torch.int8,
-    }  # fmt: skip
+    vectors, tokens, gate_strides, constants = _finish_options(
+        out, weight_scale, bias, activation=activation, gate=gate, residual=residual
+    )
+    vectors = [scale.reshape(-1).contiguous(), *vectors]
+    constants |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "GROUP": _GROUP, "FP8": codes.dtype != torch.int8}
     tiles = -(-rows // tile.block_m) * -(-columns // tile.block_n)
-    vectors = [scale.reshape(-1).contiguous(), weight_scale.contiguous()]
-    vectors += [none if t is None else t for t in (None if bias is None else bias.contiguous(), gate)]
     sizes = [rows, columns, columns_out, depth, tokens]
     flat = out.view(-1, columns_out)
     residual = flat if residual is None else _as_rows(residual)
@@ -180,42 +179,84 @@ def _launch_hopper(tile: LinearTile, tiles: int, x, w, out, residual, vectors, s
         launch_add_parts(sums, whole, out, residual, vectors, sizes, gate_strides, constants)
 
 
-def launch_add_parts(sums, whole: int, out, residual, vectors, sizes, gate_strides, constants):
+def launch_add_parts(sums, whole: int, out, residual, vectors, sizes, gate_strides, constants, **others):
     """Launch the kernel that adds the parts of shared tiles and finishes them.
 
-    sums: [tiles, parts, block_m, block_n], of the tiles from number `whole` on.
+    sums: [tiles, parts, block_m, block_n], of the tiles from number `whole` on. others: more constants.
     """
     rows, columns, columns_out, _, tokens = sizes
     tiles, parts, block_m, _ = sums.shape
-    options = {name: value for name, value in constants.items() if name != "FP8"}
-    overlap = sums.is_cuda and compat.PROGRAMMATIC
+    options = {name: value for name, value in constants.items() if name != "FP8"} | others
+    overlap = capability_of(sums.device) >= 90 and compat.PROGRAMMATIC
+    strip = min(STRIP, block_m)
     launch(
-        _add_parts_kernel, tiles * (block_m // STRIP), sums, out, residual, *vectors,
+        _add_parts_kernel, tiles * (block_m // strip), sums, out, residual, *vectors,
         rows, columns, columns_out, tokens, whole, parts, *gate_strides, residual.stride(0),
-        STRIP=STRIP, ASM=sums.is_cuda, OVERLAP=overlap, **options, **({"launch_pdl": True} if overlap else {}),
-        enable_fp_fusion=True,
+        STRIP=strip, ASM=sums.is_cuda and torch.version.hip is None, OVERLAP=overlap, **options,
+        **({"launch_pdl": True} if overlap else {}), enable_fp_fusion=True,
     )  # fmt: skip
 
 
-def launch_weight_only_linear(x, weight, weight_scale, bias, *, tile: LinearTile | None = None):
+def launch_weight_only_linear(
+    x, weight, weight_scale, bias, *, activation="none", gate=None, residual=None, dtype=None, batch_invariant=False,
+    tile: FewRowsTile | None = None,
+):  # fmt: skip
     """Launch `sage_kernels.weight_only_linear`. tile: overrides the table (benchmarks, tests)."""
-    columns = weight.shape[0]
+    shape, columns = x.shape[:-1], weight.shape[0]
+    columns_out = columns // 2 if activation in GATED else columns
     flat, w = _as_rows(x), _as_rows(weight)
     rows, depth = flat.shape
     # the interpreter has no bf16 matmul
     in_fp32 = x.dtype == torch.float32 or (x.dtype == torch.bfloat16 and not x.is_cuda)
-    tile = tile or choose_weight_only_tile(capability_of(x.device), rows, fp32=in_fp32)
-    out = buffer(*x.shape[:-1], columns, dtype=x.dtype, device=x.device, returned=True)
+    capability = capability_of(x.device)
+    tile = tile or choose_weight_only_tile(
+        capability, rows, columns, depth, fp32=in_fp32, batch_invariant=batch_invariant
+    )
+    out = buffer(*shape, columns_out, dtype=dtype or x.dtype, device=x.device, returned=True)
+    vectors, tokens, gate_strides, options = _finish_options(
+        out, weight_scale, bias, activation=activation, gate=gate, residual=residual
+    )
+    sizes = [rows, columns, columns_out, depth, tokens]
+    flat_out = out.view(-1, columns_out)
+    residual = flat_out if residual is None else _as_rows(residual)
+    tiles = -(-rows // tile.block_m) * -(-columns // tile.block_n)
+    overlap = capability >= 90 and compat.PROGRAMMATIC
+    sums = vectors[0]  # a stand-in, never read nor written if programs share no tile
+    if tile.parts > 1:
+        sums = buffer(tiles, tile.parts, tile.block_m, tile.block_n, device=x.device)
+    if weight_scale.stride(0) == 2:  # rows of value and gate in turns: no copy
+        vectors[0] = weight_scale
+    options |= {"SCALE_STEP": vectors[0].stride(0) if columns > 1 else 1}
+    options |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "GROUP": _GROUP}
     with torch.cuda.device_of(x):
         launch(
-            _weight_only_kernel, -(-rows // tile.block_m) * -(-columns // tile.block_n), flat, w, out,
-            weight_scale.contiguous(), weight_scale if bias is None else bias.contiguous(), rows, columns, depth,
-            flat.stride(0), w.stride(0),
-            BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, GROUP=_GROUP, STAGES=tile.num_stages,
-            HAS_BIAS=bias is not None, FP32=in_fp32, num_warps=tile.num_warps, num_stages=tile.num_stages,
-            enable_fp_fusion=True,
+            _weight_only_kernel, tiles * tile.parts, flat, w, flat_out, residual, sums, *vectors, *sizes,
+            flat.stride(0), w.stride(0), *gate_strides, residual.stride(0),
+            BLOCK_K=tile.block_k, LANES=tile.lanes, PARTS=tile.parts, STAGES=tile.num_stages, FP32=in_fp32,
+            ASM=x.is_cuda and torch.version.hip is None, OVERLAP=overlap, **options, num_warps=tile.num_warps,
+            num_stages=tile.num_stages, **({"launch_pdl": True} if overlap else {}), enable_fp_fusion=True,
         )  # fmt: skip
+        if tile.parts > 1:
+            vectors = [vectors[0], *vectors]  # the first stands for a scale of each row, which these have not
+            launch_add_parts(sums, 0, flat_out, residual, vectors, sizes, gate_strides, options, HAS_X_SCALE=False)
     return out
+
+
+def _finish_options(out, weight_scale, bias, *, activation, gate, residual):
+    """Prepare what follows a product with a weight.
+
+    Returns: scale, bias and gate as the kernels read them, the number of tokens of a sample, the gate's strides, and
+    the kernels' constants.
+    """
+    kind, gate_strides, tokens = "none", (0, 0), 1
+    if gate is not None:
+        gate, tokens, *gate_strides = _broadcast(gate, out.shape)
+        kind = "row" if any(gate_strides) else "all"
+    scale = weight_scale.contiguous()
+    vectors = [scale, scale if bias is None else bias.contiguous(), scale if gate is None else gate]
+    constants = {"ACTIVATION": GATED.get(activation, activation), "GATED": activation in GATED}
+    constants |= {"HAS_BIAS": bias is not None, "GATE": kind, "HAS_RESIDUAL": residual is not None}
+    return vectors, tokens, gate_strides, constants
 
 
 def _copyable(x: torch.Tensor) -> bool:

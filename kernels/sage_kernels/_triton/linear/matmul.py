@@ -6,7 +6,7 @@ Also the kernel that adds up the last tiles of the Hopper matmul, which programs
 import triton
 import triton.language as tl
 
-from ..compat import gdc_wait
+from ..compat import gdc_launch_dependents, gdc_wait
 from .epilogue import finish_and_store
 
 
@@ -72,7 +72,7 @@ def _add_parts_kernel(
     rows, columns, columns_out, tokens, whole, parts, stride_gb, stride_gt, stride_r,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STRIP: tl.constexpr, GROUP: tl.constexpr, ACTIVATION: tl.constexpr,
     GATED: tl.constexpr, HAS_BIAS: tl.constexpr, GATE: tl.constexpr, HAS_RESIDUAL: tl.constexpr, ASM: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    OVERLAP: tl.constexpr, HAS_X_SCALE: tl.constexpr = True, SCALE_STEP: tl.constexpr = 1,
 ):  # fmt: skip
     """Add up the parts of the shared tiles, and finish them into out [rows, columns_out].
 
@@ -80,8 +80,11 @@ def _add_parts_kernel(
 
     sums: int32 or fp32 [tiles, parts, BLOCK_M, BLOCK_N]. Grid: strips of STRIP rows of the tiles.
     OVERLAP: programs may begin before the sums are written, so they wait first.
+    HAS_X_SCALE: False for sums of rows in 16 bit, whose next launch may begin early, too.
     """
     if OVERLAP:
+        if not HAS_X_SCALE:
+            gdc_launch_dependents()
         gdc_wait()
     STRIPS: tl.constexpr = BLOCK_M // STRIP
     tile, strip = tl.program_id(0) // STRIPS, tl.program_id(0) % STRIPS
@@ -96,5 +99,5 @@ def _add_parts_kernel(
     finish_and_store(
         sums, i * BLOCK_M + row, j, x_scale_ptr, w_scale_ptr, bias_ptr, gate_ptr, residual_ptr, out_ptr, rows, columns,
         columns_out, tokens, stride_gb, stride_gt, stride_r, BLOCK_N, ACTIVATION, GATED, HAS_BIAS, GATE, HAS_RESIDUAL,
-        ASM,
+        ASM, HAS_X_SCALE, SCALE_STEP,
     )  # fmt: skip

@@ -60,15 +60,37 @@ def split_last_tiles(tile: LinearTile, tiles: int, processors: int, depth: int) 
     return (tiles - rest, parts) if rest and saved >= _LEAST_SAVED else (tiles, 1)
 
 
-def choose_weight_only_tile(capability: int, rows: int, *, fp32: bool = False) -> LinearTile:
-    """Choose the tile for x [rows, K] in 16 bit or fp32 and a weight in 8 bit. Compiled, but never timed.
+class FewRowsTile(NamedTuple):
+    """Sizes of one variant of the kernel for few rows and an 8-bit weight.
 
-    With few rows, three tiles of the weight, 8 KiB each, are loaded while one is multiplied, and several programs fit
-    on an SM. fp32 has no tensor cores and keeps its operands in registers.
+    Attributes:
+        block_m, block_n, block_k: of a tile; a step multiplies lanes · block_k of the depth.
+        num_warps, num_stages: of a program.
+        lanes: warps divide the depth of a step into so many pieces.
+        parts: so many programs share a tile, each with some of the depth.
     """
-    stages = 4 if capability else 2
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    lanes: int = 1
+    parts: int = 1
+
+
+def choose_weight_only_tile(
+    capability: int, rows: int, columns: int, depth: int, *, fp32: bool = False, batch_invariant: bool = False
+) -> FewRowsTile:
+    """Choose the tile for x [rows, depth] in 16 bit or fp32 and an 8-bit weight [columns, depth].
+
+    fp32 has no tensor cores and keeps its operands in registers. batch_invariant: the same tile for any number of rows.
+    """
     if fp32:
-        return LinearTile(16, 32, 32, 4, 2)
-    if rows <= 16:
-        return LinearTile(16, 32, 256, 2, stages)
-    return LinearTile(64, 128, 64, 4, stages)
+        return FewRowsTile(16, 32, 32, 4, 2)
+    stages = 4 if capability else 2
+    if rows <= 8 and not batch_invariant:
+        return FewRowsTile(8, 16, 128, 4, stages, lanes=4)
+    if rows <= 16 and not batch_invariant:
+        return FewRowsTile(16, 16, 128, 4, stages, lanes=4)
+    return FewRowsTile(64, 64, 128, 4, stages)
