@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from sage_kernels import QuantizedRows, weight_only_linear
+from sage_kernels import QuantizedRows
 from sage_kernels.compat import is_differentiating_forward
 
 from ..postponed.region import current, is_caller_known
@@ -20,7 +20,8 @@ from .postponed.activations import quantized
 from .postponed.columns import PostponedColumns
 from .postponed.linear import PostponedLinear, product
 from .postponed.norm import PostponedNorm
-from .weights.linear_state import AT_REST, CALLED, DTYPES, EVENTS, SHORT, LinearState, is_timed
+from .weights.few_rows import in_16_bit_rows, is_few, pays_eagerly
+from .weights.linear_state import AT_REST, CALLED, DTYPES, EVENTS, FEW_ROWS, SHORT, LinearState, is_timed
 from .weights.storage import CODES, SCALE, in_place, is_captured
 
 
@@ -121,10 +122,7 @@ def _in_16_bit(module, base, x):
 
 
 def _in_8_bit(module, base, x):
-    """Run a swapped linear layer in eager code: x [..., K] -> [..., N], both ordinary or postponed.
-
-    A weight-only layer reads and returns ordinary tensors: its input and output have only a few rows.
-    """
+    """Run a swapped linear layer in eager code: x [..., K] -> [..., N], both ordinary or postponed."""
     state = module._sage
     shared = state.shared
     shared.was_called = True
@@ -140,7 +138,7 @@ def _in_8_bit(module, base, x):
         shared.had_work = True
         return _in_16_bit(module, base, ordinary_in(x))
     if x.numel() < state.short_below and is_timed(x.device):
-        if not (is_captured(x.device) and state.is_ready(module, x.device)):
+        if not ((is_captured(x.device) and state.is_ready(module, x.device)) or pays_eagerly(state, x)):
             if is_postponed:
                 x = x.tensor_for_16_bit() if type(x) is PostponedNorm else x.tensor()
             state.events.add(SHORT)
@@ -166,20 +164,23 @@ def _multiplied(module, state: LinearState, x, is_postponed: bool):
     if storage.device != x.device:
         storage.move(x.device)
     storage.is_fixed = storage.is_fixed or is_captured(x.device)
-    state.events.add(_CALLED)
-    if state.is_weight_only:
-        return weight_only_linear(ordinary_in(x).to(dtype), storage.rows_of(state.index, state.index), state.bias)
-    balance = vector_of(state, x.device)
-    rows = x.rows(state.format, balance) if is_postponed else quantized(x, state.format, balance, region)
-    if state.probe is not None and state.probe.shared.on:
+    balance = None if state.is_weight_only else vector_of(state, x.device)
+    few = is_few(state, x, dtype)
+    state.events.add(FEW_ROWS if few and not state.is_weight_only else _CALLED)
+    if few:
+        rows = in_16_bit_rows(x.tensor_for_16_bit() if type(x) is PostponedNorm else ordinary_in(x), dtype, balance)
+    else:
+        rows = x.rows(state.format, balance) if is_postponed else quantized(x, state.format, balance, region)
+    if not few and state.probe is not None and state.probe.shared.on:
         state.probe.compare(module, x, rows)
     version = 0 if is_postponed else version_of(x)
     if state.run is not None and region is not None and version is not None:
         y = state.run.output(state.index, x, version, rows, dtype, region)
         if y is not None:
             return y
-    # joined projections are ordinary tensors in some calls, so they are never postponed: rounding stays the same
-    if storage.is_joined or not CAN_WAIT or not is_caller_known(3):
+    # joined projections are ordinary tensors in some calls, so they are never postponed: rounding stays the same. Nor
+    # are products of 16-bit rows, which somebody may write to before the result is used
+    if few or storage.is_joined or not CAN_WAIT or not is_caller_known(3):
         return product(module, rows, state.bias, dtype=dtype)
     shape = torch.Size((*x.shape[:-1], module.out_features))
     return PostponedLinear(shape, dtype, x.device, module, rows)
@@ -188,7 +189,8 @@ def _multiplied(module, state: LinearState, x, is_postponed: bool):
 def _compiled(module, base, x):
     """Run a swapped linear layer in compiled code, by registered ops. The compiler does all the rest."""
     state = module._sage
-    if x.numel() < state.short_below and is_timed(x.device):
+    few = is_few(state, x, _output_dtype(x))
+    if not few and x.numel() < state.short_below and is_timed(x.device):
         state.is_short_compiled = True
         return _in_16_bit(module, base, x)
     storage = state.storage
@@ -210,15 +212,18 @@ def _compiled(module, base, x):
     dtype = _output_dtype(x)
     codes, scale = storage.rows_of(state.index, state.index)
     bias = module._parameters.get("bias")
-    if state.is_weight_only:
-        return ops.weight_only_linear(x.to(dtype), codes, scale, bias)
-    x_codes, x_scale = ops.quantize_activation(x, state.format, "none", None, None, 1e-6, None, None, balance, None)
-    if state.probe is not None and state.probe.shared.on:
-        state.probe.compare(module, x, QuantizedRows(x_codes, x_scale))
     alone_in_turns = storage.in_turns and len(storage.modules) == 1
+    finish = (None if alone_in_turns else bias, "none", None, None, dtype)
+    if few:
+        rows = in_16_bit_rows(x, dtype, None if state.is_weight_only else balance)
+        y = ops.weight_only_linear(rows, codes, scale, *finish, False)
+    else:
+        rows = ops.quantize_activation(x, state.format, "none", None, None, 1e-6, None, None, balance, None)
+        if state.probe is not None and state.probe.shared.on:
+            state.probe.compare(module, x, QuantizedRows(*rows))
+        y = ops.quantized_linear(*rows, codes, scale, *finish)
     if not alone_in_turns:
-        return ops.quantized_linear(x_codes, x_scale, codes, scale, bias, "none", None, None, dtype)
-    y = ops.quantized_linear(x_codes, x_scale, codes, scale, None, "none", None, None, dtype)
+        return y
     y = storage.turned_back(y)
     return y if bias is None else y + bias.to(dtype)
 
@@ -306,12 +311,6 @@ def _attribute(module, name):
         if name in place:
             return place[name]
     raise AttributeError(f"{type(module).__name__!r} object has no attribute {name!r}")
-
-
-def placeholder(shape, dtype, device) -> nn.Parameter:
-    """Return a parameter in place of a dropped weight: one NaN in memory, expanded to its shape."""
-    one = torch.full((1, 1), torch.nan, dtype=dtype, device=device)
-    return nn.Parameter(one.expand(shape), requires_grad=False)
 
 
 @functools.cache

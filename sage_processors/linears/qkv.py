@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from sage_kernels import QuantizedRows, quantized_linear
+from sage_kernels import QuantizedRows
 
 from ..postponed.region import Region
+from .weights.few_rows import multiplied
 from .weights.storage import Storage
 
 
@@ -51,10 +52,13 @@ class Run:
     def __init__(self, storage, first: int, last: int):
         self.storage, self.first, self.last = storage, first, last
 
-    def output(self, index: int, x: torch.Tensor, version: int, rows: QuantizedRows, dtype, region: Region):
+    def output(
+        self, index: int, x: torch.Tensor, version: int, rows: QuantizedRows | torch.Tensor, dtype, region: Region
+    ):
         """Return the result [..., N] of the module at `index`, or None if it has to be computed alone.
 
-        x: the layer's input, ordinary or postponed. version: its count of writes. rows: its codes and scales.
+        x: the layer's input, ordinary or postponed. version: its count of writes. rows: its codes and scales, or the
+        input in 16 bit.
         """
         waiting = region.joined.get(id(self))
         if index == self.first:
@@ -86,7 +90,7 @@ class Run:
         # a weight that is offloaded at the moment counts as unchanged; else the layer's own call notices it
         if not all([state.prepare(module) for state, module in zip(states[1:], modules[1:], strict=True)]):
             return None
-        together = quantized_linear(rows, storage.rows_of(first, last), storage.bias(first, last), dtype=dtype)
+        together = multiplied(rows, storage.rows_of(first, last), storage.bias(first, last), dtype=dtype)
         parts = together.split([module.out_features for module in modules], -1)
         results = {i: (s.version, s.bias, y) for i, s, y in zip(range(first, last + 1), states, parts, strict=True)}
         own = results.pop(first)[2]

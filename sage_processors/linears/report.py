@@ -8,7 +8,7 @@ from ..reporting.layer_report import Column, LayerReport, column_16bit, counts, 
 from .modules import is_replaced
 from .probe import relative_error
 from .weights.layers import layers_of_others, modules_in_compiled_parts
-from .weights.linear_state import CALLED, EVENTS, REMEDIES
+from .weights.linear_state import CALLED, EVENTS, FEW_ROWS, REMEDIES
 
 
 TAKEN_IN = "The model was compiled as a part of code around it: call refresh() after its weights have changed."
@@ -28,6 +28,7 @@ class LinearReport(LayerReport):
                 part of this one or has this one as a part.
             format: "int8", "fp8", or "int8_weights" (8-bit weight, 16-bit activation); None unless active.
             calls: number of calls in 8 bit.
+            few_row_calls: number of calls with so few rows that only the weight is read in 8 bit.
             compiled_calls: number of forwards of the model in which torch.compile ran the layer, as far as known:
                 forwards in which no layer was called eagerly. For a layer in a compiled part of the model, forwards
                 in which this layer was not called eagerly.
@@ -41,8 +42,10 @@ class LinearReport(LayerReport):
     @property
     def verdict(self) -> str:
         """One line, such as "100 % of linear calls in 8 bit (80 of 80); in 16 bit: 5 layers protected"."""
-        calls = self.calls + sum(row["compiled_calls"] for row in self.rows)
+        few = sum(row["few_row_calls"] for row in self.rows)
+        calls = self.calls + few + sum(row["compiled_calls"] for row in self.rows)
         said = share("linear calls", "8 bit", calls, self.fallbacks)
+        said += f"; {few} of few rows: the weight alone in 8 bit" * bool(few)
         idle = [row["status"] for row in self.rows if row["format"] is None]
         resting = counts(status for status in idle if status != ANOTHERS)
         lent = counts(status for status in idle if status == ANOTHERS)
@@ -55,6 +58,8 @@ class LinearReport(LayerReport):
         columns = [
             Column("calls\neach", lambda rows: str(rows[0]["calls"]), summed("calls")),
             Column("compiled", lambda rows: span(rows, "compiled_calls"), summed("compiled_calls")),
+            *[Column("few\nrows", lambda rows: span(rows, "few_row_calls"), summed("few_row_calls"))]
+            * any(row["few_row_calls"] for row in rows),
             column_16bit(),
             Column("MB\nsaved", _megabytes, _megabytes),
         ]
@@ -96,13 +101,13 @@ def rows_of(swap) -> list[dict]:
     for choice in swap.choices:
         known = swap.state_of(choice.module)
         row = {"layer": choice.name, "status": "active", "format": None, "calls": 0, "compiled_calls": 0}
-        row |= {"fallbacks": {}, "rel_l2": None, "bytes_saved": 0, "note": ""}
+        row |= {"few_row_calls": 0, "fallbacks": {}, "rel_l2": None, "bytes_saved": 0, "note": ""}
         if known is None:
             row["status"] = choice.why or (ANOTHERS if choice.format != "none" else "kept")
         else:
             events = dict(zip(EVENTS, known.events.numbers(), strict=True))
             row["format"], row["calls"] = known.format, events[CALLED]
-            row["rel_l2"] = relative_error(known.probe)
+            row["rel_l2"], row["few_row_calls"] = relative_error(known.probe), events.pop(EVENTS[FEW_ROWS])
             row["fallbacks"] = {name: n for name, n in events.items() if n and name != CALLED}
             traced = sum(known.events.traced.tolist())
             compiled = max(0, forwards - traced)
@@ -114,7 +119,7 @@ def rows_of(swap) -> list[dict]:
                 row["compiled_calls"] = compiled
             weight = choice.module._parameters.get("weight")
             size = 0 if weight is None else weight.element_size() - 1
-            calls = row["calls"] + row["compiled_calls"]
+            calls = row["calls"] + row["few_row_calls"] + row["compiled_calls"]
             row["bytes_saved"] = calls * choice.module.in_features * choice.module.out_features * size
             notes = [REMEDIES["training"]] if choice.module.training else []
             notes += (

@@ -20,7 +20,7 @@ from .balance import find_neighbours, share_known
 from .compiled.graph_fusion import fuse_in_compiled_code
 from .head_rotation import HeadRotations
 from .leftovers import give_back_block, give_back_layer, give_back_norm, take_out_leftovers
-from .modules import is_swapped, linear_class, norm_class, placeholder, put_class
+from .modules import is_swapped, linear_class, norm_class, put_class
 from .postponed.norm_layers import NormState, norm_form, norm_width
 from .qkv import join_neighbours
 from .report import LinearReport, notes_of, rows_of
@@ -31,7 +31,7 @@ from .weights.fingerprints import are_changed
 from .weights.layers import Choice, choose, repeated_blocks
 from .weights.linear_state import LEAST_WORK, LinearState, Shared, is_timed, linear_state
 from .weights.room import Room
-from .weights.storage import Storage, is_captured
+from .weights.storage import Storage, is_captured, placeholder
 
 
 DROPPED = (

@@ -24,8 +24,9 @@ from .graph_edits import add_call, calls_of, erase, is_call, is_free, value_of
 
 
 _ADDS, _MULTIPLICATIONS = (operator.add, torch.add), (operator.mul, torch.mul)
+_FEW = "weight_only_linear"  # the product of a few rows in 16 bit
 _CASTS = {"float": torch.float32, "half": torch.float16, "bfloat16": torch.bfloat16}
-# positions of arguments in a call of the op quantized_linear, after codes and scales of input and weight
+# positions in `_arguments` of a product, after codes and scales of input and weight
 _BIAS, _ACTIVATION, _GATE, _RESIDUAL, _DTYPE = range(4, 9)
 
 
@@ -37,7 +38,7 @@ def fuse(graph: torch.fx.Graph) -> None:
         _take_norm(graph, node)
     for node in calls_of(graph, "quantize_activation"):
         _take_columns(graph, node)
-    for node in calls_of(graph, "quantized_linear"):
+    for node in _products(graph):
         _finish(graph, node)
     for node in calls_of(graph, "quantize_activation"):
         _join(graph, node)
@@ -86,23 +87,41 @@ def _rows_of(node: Any) -> tuple[Any, int, int] | None:
     return (node.args[0], rows.start, rows.stop) if whole else None
 
 
+def _products(graph: torch.fx.Graph) -> list[torch.fx.Node]:
+    return [node for node in graph.nodes if any(is_call(node, name) for name in ("quantized_linear", _FEW))]
+
+
+def _arguments(node: torch.fx.Node) -> list[Any]:
+    """Return the arguments of a product as those of quantized_linear. Rows in 16 bit have None for their scale."""
+    return [node.args[0], None, *node.args[1:-1]] if is_call(node, _FEW) else list(node.args)
+
+
+def _multiply(graph: torch.fx.Graph, before: torch.fx.Node, arguments: list[Any]) -> torch.fx.Node:
+    """Insert the product with these `_arguments` in front of a node."""
+    ops = torch.ops.sage_kernels
+    if arguments[1] is None:
+        return add_call(graph, before, ops.weight_only_linear.default, arguments[0], *arguments[2:], False)
+    return add_call(graph, before, ops.quantized_linear.default, *arguments)
+
+
 def _merge(graph: torch.fx.Graph) -> None:
     """Replace layers with the same input by one matmul, if their weights are adjacent rows of one matrix."""
     groups: dict[Any, list[torch.fx.Node]] = {}
-    for node in calls_of(graph, "quantized_linear"):
-        weight, scale = _rows_of(node.args[2]), _rows_of(node.args[3])
-        is_plain = node.args[_ACTIVATION] == "none" and node.args[_GATE] is None and node.args[_RESIDUAL] is None
+    for node in _products(graph):
+        args = _arguments(node)
+        weight, scale = _rows_of(args[2]), _rows_of(args[3])
+        is_plain = args[_ACTIVATION] == "none" and args[_GATE] is None and args[_RESIDUAL] is None
         if weight is not None and scale is not None and weight[1:] == scale[1:] and is_plain:
-            key = (*node.args[:2], weight[0], scale[0], node.args[_BIAS] is None, node.args[_DTYPE])
+            key = (*args[:2], weight[0], scale[0], args[_BIAS] is None, args[_DTYPE])
             groups.setdefault(key, []).append(node)
     for (codes, scales, matrix, scale, no_bias, dtype), nodes in groups.items():
         first, last = nodes[0], nodes[-1]
-        parts = [_rows_of(node.args[2]) for node in nodes]
+        parts = [_rows_of(_arguments(node)[2]) for node in nodes]
         rows = sorted((part[1:], i) for i, part in enumerate(parts) if part is not None)
         ends = [at for at, _ in rows]
         if len(nodes) == 1 or any(a[1] != b[0] for a, b in zip(ends, ends[1:], strict=False)):
             continue
-        biases = [nodes[i].args[_BIAS] for _, i in rows]
+        biases = [_arguments(nodes[i])[_BIAS] for _, i in rows]
         if not is_free(first, last) or not all(no_bias or _is_before(bias, first) for bias in biases):
             continue
         if not no_bias and len({getattr(value_of(bias), "dtype", None) for bias in biases}) > 1:
@@ -110,8 +129,7 @@ def _merge(graph: torch.fx.Graph) -> None:
         taken = slice(ends[0][0], ends[-1][1])
         bias = None if no_bias else add_call(graph, first, torch.cat, biases)
         matrices = [add_call(graph, first, operator.getitem, x, taken) for x in (matrix, scale)]
-        op = torch.ops.sage_kernels.quantized_linear.default
-        whole = add_call(graph, first, op, codes, scales, *matrices, bias, "none", None, None, dtype)
+        whole = _multiply(graph, first, [codes, scales, *matrices, bias, "none", None, None, dtype])
         at = 0
         for (start, stop), i in rows:
             columns = (Ellipsis, slice(at, at + stop - start))
@@ -207,7 +225,7 @@ def _take_columns(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
 
 def _finish(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
     """Move activation function, gate, residual and casts behind a linear layer into its epilogue."""
-    args, chain = list(node.args), [node]
+    args, chain = _arguments(node), [node]
     shape = value_of(node).shape if value_of(node) is not None else None  # type: ignore[union-attr]
     while shape is not None and len(chain[-1].users) == 1:
         user = next(iter(chain[-1].users))
@@ -217,7 +235,7 @@ def _finish(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
     if len(chain) == 1 or not is_free(node, chain[-1]):
         return
     last = chain[-1]
-    new = add_call(graph, last, torch.ops.sage_kernels.quantized_linear.default, *args)
+    new = _multiply(graph, last, args)
     last.replace_all_uses_with(new)
     erase(graph, *reversed(chain))
 

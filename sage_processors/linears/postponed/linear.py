@@ -12,6 +12,7 @@ from sage_kernels import QuantizedRows, quantized_linear
 from ...postponed import patterns
 from ...postponed.patterns import FLOATS, GATED, is_by_token
 from ...postponed.tensor import ChangedInputError, Operand, Postponed, can_wait, ordinary_in
+from ..weights.few_rows import multiplied
 from ..weights.storage import Storage
 from .columns import cat
 
@@ -128,9 +129,12 @@ class PostponedLinear(Postponed):
         return _KNOWN.get(func)
 
 
-def product(module, x: QuantizedRows, bias, *, dtype, activation="none", gate=None, residual=None) -> torch.Tensor:
+def product(
+    module, x: QuantizedRows | torch.Tensor, bias, *, dtype, activation="none", gate=None, residual=None
+) -> torch.Tensor:
     """Compute residual + gate · activation(x · weightᵀ + bias) of a swapped layer: [..., N].
 
+    x: codes and scales, or rows in 16 bit.
     Columns are in the order of the layer's own weight, also if its rows are stored in turns. Under the lock.
     """
     state = module._sage
@@ -138,8 +142,8 @@ def product(module, x: QuantizedRows, bias, *, dtype, activation="none", gate=No
     rows = storage.rows_of(state.index, state.index)
     options = {"activation": activation, "gate": gate, "residual": residual, "dtype": dtype}
     if not storage.in_turns or len(storage.modules) > 1:
-        return quantized_linear(x, rows, bias, **options)
-    y = quantized_linear(x, rows, None if bias is None else storage.turned(bias), activation=activation, dtype=dtype)
+        return multiplied(x, rows, bias, **options)
+    y = multiplied(x, rows, None if bias is None else storage.turned(bias), activation=activation, dtype=dtype)
     y = storage.turned_back(y)
     y = y if gate is None else y * gate
     return (y if residual is None else residual + y).to(dtype)

@@ -28,9 +28,11 @@ from .storage import Storage, is_captured
 logger = logging.getLogger("sage_processors")
 
 CALLED = "called"
-# Slots of a layer's counter: calls in 8 bit, then reasons for calls in 16 bit.
+# Slots of a layer's counter: calls in 8 bit, calls of few rows in 16 bit with the 8-bit weight, then reasons for calls
+# with the 16-bit weight.
 EVENTS = (
     CALLED,
+    "few rows",
     "training",
     "gradient",
     "autocast",
@@ -45,7 +47,7 @@ EVENTS = (
     "patched",
     "other",
 )
-SHORT = EVENTS.index("short")
+SHORT, FEW_ROWS = EVENTS.index("short"), EVENTS.index("few rows")
 CHOSEN = ("empty", "short")  # reasons that cost no speed: neither logged nor an error
 # Calls on a GPU with fewer multiply-adds run in 16 bit: 8 bit would save less time on the GPU than it takes on the
 # host (SDXL: kernels/NOTES.md). Calls that a CUDA graph captures take no time on the host and are not short.

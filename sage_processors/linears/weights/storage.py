@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 
 from sage_kernels import QuantizedRows
 from sage_kernels.compat import mark_static_address
@@ -181,6 +182,12 @@ class Storage:
 def bits_of(x: torch.Tensor) -> torch.Tensor:
     """View FP8 as bytes, since few operations take FP8; return any other tensor as it is."""
     return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
+
+
+def placeholder(shape, dtype, device) -> nn.Parameter:
+    """Return a parameter in place of a dropped weight: one NaN in memory, expanded to its shape."""
+    one = torch.full((1, 1), torch.nan, dtype=dtype, device=device)
+    return nn.Parameter(one.expand(shape), requires_grad=False)
 
 
 def put_buffer(module, name: str, tensor) -> None:

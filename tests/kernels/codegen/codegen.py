@@ -34,7 +34,7 @@ from sage_kernels._triton.linear.launch import _GROUP, quantize_shape
 from sage_kernels._triton.linear.matmul import STRIP, _add_parts_kernel, _linear_kernel
 from sage_kernels._triton.linear.quantize_rows import _quantize_rows_kernel
 from sage_kernels._triton.linear.tiles import POINTERS, choose_linear_tile, choose_weight_only_tile
-from sage_kernels._triton.linear.weight_only import _weight_only_kernel
+from sage_kernels._triton.linear.weight_only import _weight_only_kernel, prefetch_instruction
 from sage_kernels._triton.mixed.kernel import _mixed_attention_kernel
 from sage_kernels._triton.mixed.launch import CHUNK, SPAN, preparing_warps, stages_of
 from sage_kernels._triton.mixed.launch import warps_of as mixed_warps
@@ -459,21 +459,25 @@ def add_parts(name: str, kind: str, fp8: bool = False) -> dict:
     return {"kernel": "add_parts", **read(compiled)}
 
 
-WEIGHT_ONLY_ROWS = {"few": 1, "many": 512}
+WEIGHT_ONLY_ROWS = {"few": 1, "sixteen": 16, "many": 64}
 
 
-def weight_only(name: str, kind: str, dtype: str = "bf16") -> dict:
+def weight_only(name: str, kind: str, dtype: str = "bf16", fp8: bool = False) -> dict:
     """A matmul of rows in 16 bit, or fp32, and an 8-bit weight, with a bias."""
     target, fp32 = TARGETS[name], dtype == "fp32"
     capability = target.arch if target.backend == "cuda" else 0
-    tile = choose_weight_only_tile(capability, WEIGHT_ONLY_ROWS[kind], fp32=fp32)
+    tile = choose_weight_only_tile(capability, WEIGHT_ONLY_ROWS[kind], 4096, fp32=fp32)
     constants = {
-        "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "GROUP": _GROUP,
-        "STAGES": tile.num_stages, "HAS_BIAS": True, "FP32": fp32,
+        "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "LANES": tile.lanes,
+        "PARTS": tile.parts, "GROUP": _GROUP, "STAGES": tile.num_stages, "ACTIVATION": "none", "GATED": False,
+        "HAS_BIAS": True, "GATE": "none", "HAS_RESIDUAL": False, "FP32": fp32, "ASM": target.backend == "cuda",
+        "OVERLAP": name in OVERLAPPING, "SCALE_STEP": 1, "PREFETCH": tile.prefetch,
+        "PREFETCH_ASM": prefetch_instruction(tile.prefetch),
     }  # fmt: skip
-    types = {"w_ptr": "*i8"} | dict.fromkeys(("x_ptr", "out_ptr", "bias_ptr"), f"*{dtype}")
+    names = ("x_ptr", "out_ptr", "bias_ptr", "residual_ptr", "gate_ptr")
+    types = {"w_ptr": "*fp8e4nv" if fp8 else "*i8"} | dict.fromkeys(names, f"*{dtype}")
     compiled = build(
-        _weight_only_kernel, constants, types, target, ("columns", "depth"), num_warps=tile.num_warps,
+        _weight_only_kernel, constants, types, target, ("columns", "columns_out", "depth"), num_warps=tile.num_warps,
         num_stages=tile.num_stages, enable_fp_fusion=True,
     )  # fmt: skip
     return {"kernel": "weight_only", **read(compiled)}
@@ -493,6 +497,7 @@ def linears(name: str):
             yield f"{name}/weight_only/{dtype}/few", weight_only(name, "few", dtype)
     if name in FP8_TARGETS:
         yield f"{name}/quantize_rows/fp8/3072/layer", quantize_rows(name, 3072, "layer", fp8=True)
+        yield f"{name}/weight_only/fp8/few", weight_only(name, "few", fp8=True)
         for kind in ("16", "64", "many", "many/gate_residual"):
             yield f"{name}/linear/fp8/{kind}", linear(name, kind, fp8=True)
     if name == "sm_90":  # rows that the copy engine can't read

@@ -9,7 +9,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from sage_kernels import QuantizedRows, quantize_weight, weight_only_linear
 from sage_kernels.ops import linear, replay
-from tests.kernels.linear.linear_cases import DTYPES, normal
+from tests.kernels.linear.linear_cases import DTYPES, FORMATS, normal
 from tests.support import recording_driver
 
 
@@ -20,7 +20,8 @@ from sage_kernels._triton.linear.tiles import FewRowsTile  # noqa: E402
 TILES = {
     "one row of tiles": FewRowsTile(16, 32, 32, 2, 2, parts=3),
     "many": FewRowsTile(32, 64, 64, 4, 2),
-    "lanes": FewRowsTile(8, 16, 32, 4, 3, lanes=4),
+    "lanes": FewRowsTile(8, 16, 32, 4, 3, lanes=4, prefetch=64),
+    "many parts": FewRowsTile(64, 64, 32, 4, 3, parts=8),
     "lanes and parts": FewRowsTile(8, 16, 16, 2, 2, lanes=2, parts=2),
 }
 on_every_tile = pytest.mark.parametrize(
@@ -49,9 +50,79 @@ def test_every_type_and_any_number_of_rows(linears, tile, number, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("number", [3, 40])
+@pytest.mark.parametrize("number", [3, 12, 30, 70])
 def test_the_table_s_own_tiles(linears, number, dtype):
-    linears.check_weight_only(normal(number, 272, dtype=dtype), weight(136, 272), normal(136, seed=2))
+    """Of narrow, middle and wide weights on a GPU."""
+    for columns in (136, 5000, 8200, 12800) if linears.tier == "cuda" else (136,):
+        w = weight(columns, 1552)
+        linears.check_weight_only(normal(number, 1552, dtype=dtype), w, normal(columns, seed=2))
+
+
+@pytest.mark.parametrize("activation", ["none", "silu", "swiglu"])
+@on_every_tile
+def test_what_follows_a_product(linears, tile, activation):
+    """Activation, gate and residual, of INT8 and e4m3 weights; the output in another type than the input's."""
+    for format in FORMATS:
+        w = quantize_weight(normal(72, 200, seed=1), format=format)
+        columns = 36 if activation == "swiglu" else 72
+        options = {"gate": normal(2, 1, columns, seed=3), "residual": normal(2, 5, columns, seed=4)}
+        x = normal(2, 5, 200, dtype=torch.float16)
+        for given in ({}, options, options | {"dtype": torch.float32, "gate": None}):
+            linears.check_weight_only(x, w, normal(72, seed=2), tile=tile, activation=activation, **given)
+
+
+def test_rows_of_a_matrix_in_turns(linears):
+    """Of value and gate: every second row, and every second scale."""
+    x, whole = normal(5, 96, dtype=torch.float16), weight(144, 96)
+    for first in (0, 1):
+        linears.check_weight_only(x, QuantizedRows(whole.codes[first::2], whole.scale[first::2]))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(("columns", "depth"), [(4096, 4096), (6144, 2048), (12800, 1024)])
+def test_batch_invariant(columns, depth, format):
+    """A row has the same bits alone and beside others. Without the option equal calls have equal bits."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU")
+    w = QuantizedRows(*(y.cuda() for y in quantize_weight(normal(columns, depth, seed=1), format=format)))
+    x = normal(130, depth, dtype=torch.bfloat16).cuda()
+    whole = weight_only_linear(x, w, batch_invariant=True)
+    for rows in (1, 2, 7, 8, 9, 16, 31, 64, 65):
+        assert torch.equal(weight_only_linear(x[:rows], w, batch_invariant=True), whole[:rows])
+        first = weight_only_linear(x[:rows], w)
+        torch.empty(rows, columns, device="cuda").fill_(torch.nan)  # what the next call's sums may be allocated in
+        assert all(torch.equal(weight_only_linear(x[:rows], w), first) for _ in range(5))
+
+
+@pytest.mark.gpu
+def test_a_chain_of_launches_that_overlap():
+    """Each product reads the one before, in a graph: a launch that began early must have waited."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU")
+    weights = [QuantizedRows(*(y.cuda() for y in quantize_weight(normal(2048, 2048, seed=i) / 45))) for i in range(6)]
+    for rows in (1, 12, 30, 64):
+        x = normal(rows, 2048, dtype=torch.bfloat16).cuda()
+
+        def chain(x):
+            for w in weights:
+                x = weight_only_linear(x, w, residual=x)
+            return x
+
+        def one_by_one(x):
+            for w in weights:
+                x = weight_only_linear(x, w, residual=x)
+                torch.cuda.synchronize()
+            return x
+
+        wanted = one_by_one(x)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = chain(x)
+        for _ in range(20):
+            out.fill_(torch.nan)
+            graph.replay()
+            assert torch.equal(out, wanted)
 
 
 @pytest.mark.parametrize("columns", [1, 72, 101])
@@ -176,7 +247,7 @@ def test_opcheck(device):
             (x[None, None], bias),
             (x.mT.contiguous().mT, None),
         ):
-            torch.library.opcheck(op, (one, *w, b))
+            torch.library.opcheck(op, (one, *w, b, "none", None, None, dtype, False))
 
 
 def test_compiled_in_one_graph_and_new_lengths_compile_once_more(device):
@@ -214,6 +285,12 @@ CALLS = {
     "dtype": lambda: weight_only_linear(X.half(), W),
     "bias": lambda: weight_only_linear(X, W, torch.ones(32)),
     "bias in 16 bit": lambda: weight_only_linear(X, W, torch.ones(32).half()),
+    "activation": lambda: weight_only_linear(X, W, activation="silu"),
+    "pairs": lambda: weight_only_linear(X, W, activation="swiglu"),
+    "gate": lambda: weight_only_linear(X, W, gate=torch.ones(32)),
+    "residual": lambda: weight_only_linear(X, W, residual=torch.ones(2, 6, 32)),
+    "output": lambda: weight_only_linear(X, W, dtype=torch.float16),
+    "invariant": lambda: weight_only_linear(X, W, batch_invariant=True),
     "weight": lambda: weight_only_linear(X, QuantizedRows(W.codes[:16], W.scale[:16])),
     "codes of other strides": lambda: weight_only_linear(X, QuantizedRows(W.codes.mT.contiguous().mT, W.scale)),
 }
@@ -245,7 +322,8 @@ def test_replayed_calls_and_captured_give_the_same_bits():
     assert len(replay.replays) == 1
     assert all(torch.equal(weight_only_linear(x, w, bias), first) for _ in range(3))
     op = torch.ops.sage_kernels.weight_only_linear
-    assert all(torch.equal(op(x, *w, bias), first) for _ in range(3)) and len(replay.replays) == 2
+    rest = ("none", None, None, torch.bfloat16, False)
+    assert all(torch.equal(op(x, *w, bias, *rest), first) for _ in range(3)) and len(replay.replays) == 2
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.graph(graph, stream=stream):

@@ -19,7 +19,7 @@ from .tiles import (
     choose_weight_only_tile,
     split_last_tiles,
 )
-from .weight_only import _weight_only_kernel
+from .weight_only import _weight_only_kernel, prefetch_instruction
 
 
 ALIGNMENT = 16  # bytes between rows of codes are a multiple of this: the copy engine needs it
@@ -126,7 +126,7 @@ def launch_quantized_linear(
     tile = tile or _device_tile(x.device, rows, columns)
     out = buffer(*shape, columns_out, dtype=dtype, device=x.device, returned=True)
     vectors, tokens, gate_strides, constants = _finish_options(
-        out, weight_scale, bias, activation=activation, gate=gate, residual=residual
+        out, weight_scale.contiguous(), bias, activation=activation, gate=gate, residual=residual
     )
     vectors = [scale.reshape(-1).contiguous(), *vectors]
     constants |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "GROUP": _GROUP, "FP8": codes.dtype != torch.int8}
@@ -209,10 +209,10 @@ def launch_weight_only_linear(
     # the interpreter has no bf16 matmul
     in_fp32 = x.dtype == torch.float32 or (x.dtype == torch.bfloat16 and not x.is_cuda)
     capability = capability_of(x.device)
-    tile = tile or choose_weight_only_tile(
-        capability, rows, columns, depth, fp32=in_fp32, batch_invariant=batch_invariant
-    )
+    tile = tile or choose_weight_only_tile(capability, rows, columns, fp32=in_fp32, batch_invariant=batch_invariant)
     out = buffer(*shape, columns_out, dtype=dtype or x.dtype, device=x.device, returned=True)
+    if weight_scale.stride(0) != 2:  # that of rows of value and gate in turns: no copy
+        weight_scale = weight_scale.contiguous()
     vectors, tokens, gate_strides, options = _finish_options(
         out, weight_scale, bias, activation=activation, gate=gate, residual=residual
     )
@@ -221,22 +221,25 @@ def launch_weight_only_linear(
     residual = flat_out if residual is None else _as_rows(residual)
     tiles = -(-rows // tile.block_m) * -(-columns // tile.block_n)
     overlap = capability >= 90 and compat.PROGRAMMATIC
+    is_aligned = w.data_ptr() % 16 == w.stride(0) % 16 == depth % 16 == 0
+    prefetch = tile.prefetch if overlap and is_aligned and depth // tile.parts >= tile.prefetch else 0
     sums = vectors[0]  # a stand-in, never read nor written if programs share no tile
-    if tile.parts > 1:
-        sums = buffer(tiles, tile.parts, tile.block_m, tile.block_n, device=x.device)
-    if weight_scale.stride(0) == 2:  # rows of value and gate in turns: no copy
-        vectors[0] = weight_scale
+    steps = -(-depth // (tile.lanes * tile.block_k))
+    parts = -(-steps // -(-steps // tile.parts))  # each has work
+    if parts > 1:
+        sums = buffer(tiles, parts, tile.block_m, tile.block_n, device=x.device)
     options |= {"SCALE_STEP": vectors[0].stride(0) if columns > 1 else 1}
     options |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "GROUP": _GROUP}
     with torch.cuda.device_of(x):
         launch(
-            _weight_only_kernel, tiles * tile.parts, flat, w, flat_out, residual, sums, *vectors, *sizes,
+            _weight_only_kernel, tiles * parts, flat, w, flat_out, residual, sums, *vectors, *sizes,
             flat.stride(0), w.stride(0), *gate_strides, residual.stride(0),
-            BLOCK_K=tile.block_k, LANES=tile.lanes, PARTS=tile.parts, STAGES=tile.num_stages, FP32=in_fp32,
-            ASM=x.is_cuda and torch.version.hip is None, OVERLAP=overlap, **options, num_warps=tile.num_warps,
+            BLOCK_K=tile.block_k, LANES=tile.lanes, PARTS=parts, STAGES=tile.num_stages, FP32=in_fp32,
+            ASM=x.is_cuda and torch.version.hip is None, OVERLAP=overlap, PREFETCH=prefetch,
+            PREFETCH_ASM=prefetch_instruction(prefetch), **options, num_warps=tile.num_warps,
             num_stages=tile.num_stages, **({"launch_pdl": True} if overlap else {}), enable_fp_fusion=True,
         )  # fmt: skip
-        if tile.parts > 1:
+        if parts > 1:
             vectors = [vectors[0], *vectors]  # the first stands for a scale of each row, which these have not
             launch_add_parts(sums, 0, flat_out, residual, vectors, sizes, gate_strides, options, HAS_X_SCALE=False)
     return out
@@ -252,8 +255,8 @@ def _finish_options(out, weight_scale, bias, *, activation, gate, residual):
     if gate is not None:
         gate, tokens, *gate_strides = _broadcast(gate, out.shape)
         kind = "row" if any(gate_strides) else "all"
-    scale = weight_scale.contiguous()
-    vectors = [scale, scale if bias is None else bias.contiguous(), scale if gate is None else gate]
+    none = weight_scale
+    vectors = [weight_scale, none if bias is None else bias.contiguous(), none if gate is None else gate]
     constants = {"ACTIVATION": GATED.get(activation, activation), "GATED": activation in GATED}
     constants |= {"HAS_BIAS": bias is not None, "GATE": kind, "HAS_RESIDUAL": residual is not None}
     return vectors, tokens, gate_strides, constants

@@ -8,6 +8,26 @@ from .epilogue import finish_and_store
 from .matmul import tile_of
 
 
+_PIECES = tl.constexpr(8)  # pieces of a row that are prefetched, each by one instruction
+
+
+@triton.jit
+def _prefetch(w_rows, first, depth, BYTES: tl.constexpr, ASM: tl.constexpr):
+    """Have L2 read BYTES of each row of the weight from `first` on. Rows must be aligned to 16 bytes.
+
+    L2 sees what the launch before writes, so this is safe before that launch has ended.
+    """
+    PIECE: tl.constexpr = BYTES // _PIECES
+    at = tl.minimum(first + tl.arange(0, _PIECES) * PIECE, depth - PIECE)
+    address = (w_rows[:, None] + at[None, :]).to(tl.int64)
+    tl.inline_asm_elementwise(ASM, "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1)
+
+
+def prefetch_instruction(size: int) -> str:
+    """Return the instruction with which `_prefetch` reads a piece of a row, for `size` bytes of it. From sm_90 on."""
+    return f"cp.async.bulk.prefetch.L2.global [$1], {size // _PIECES.value}; mov.b32 $0, 0;"
+
+
 @triton.jit(do_not_specialize=["rows", "tokens"])
 def _weight_only_kernel(
     x_ptr, w_ptr, out_ptr, residual_ptr, sums_ptr, w_scale_ptr, bias_ptr, gate_ptr,
@@ -15,7 +35,7 @@ def _weight_only_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LANES: tl.constexpr, PARTS: tl.constexpr,
     GROUP: tl.constexpr, STAGES: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr,
     GATE: tl.constexpr, HAS_RESIDUAL: tl.constexpr, FP32: tl.constexpr, ASM: tl.constexpr, OVERLAP: tl.constexpr,
-    SCALE_STEP: tl.constexpr,
+    SCALE_STEP: tl.constexpr, PREFETCH: tl.constexpr, PREFETCH_ASM: tl.constexpr,
 ):  # fmt: skip
     """Compute out [rows, columns_out] from x [rows, depth] and codes w [columns, depth]. Grid: tiles · PARTS.
 
@@ -24,6 +44,7 @@ def _weight_only_kernel(
     PARTS: so many programs share a tile, each multiplies some of the depth and leaves sums [BLOCK_M, BLOCK_N] for
     `_add_parts_kernel`.
     OVERLAP: the launch may begin before the one before it ends, and lets the next one begin.
+    PREFETCH: bytes of each row of the weight that L2 reads meanwhile; 0: none.
     """
     if OVERLAP:
         gdc_launch_dependents()
@@ -39,6 +60,8 @@ def _weight_only_kernel(
         span = tl.cdiv(tl.cdiv(depth, STEP), PARTS) * STEP
         first = part * span
         last = tl.minimum(first + span, depth)
+    if PREFETCH > 0:
+        _prefetch(w_rows, first, depth, PREFETCH, PREFETCH_ASM)
     if OVERLAP:
         gdc_wait()
     # The weight is the left operand: then tensor cores take it from the registers where it was converted, and the side

@@ -1,0 +1,59 @@
+"""The table of row counts up to which an 8-bit weight is multiplied by 16-bit rows.
+
+A product of few rows waits for its weight to be read. Quantising the rows then saves nothing and costs a launch and
+precision. With more rows the work decides, and the 8-bit matmul is faster. Layers ask this table; the ops do not.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+
+from .crossover import ANY_GPU, gpu_class
+
+
+class FewRows(NamedTuple):
+    """One row of the table. The first row that fits a call counts.
+
+    Attributes:
+        gpu: class of GPUs, see `crossover.gpu_class`, or ANY_GPU.
+        weights: fewest elements of the weight, N · K, that the row is for.
+        rows: most rows of a call that is few.
+        evidence: cases of benchmarks/results.csv, suite linear_few_rows, in which 16-bit rows are as fast as 8-bit
+            ones or faster. Empty: not measured, hence cautious.
+    """
+
+    gpu: str
+    weights: int
+    rows: int
+    evidence: tuple[str, ...] = ()
+
+
+FEW_ROWS = (FewRows("hopper", 0, 64), FewRows(ANY_GPU, 0, 16))
+# An eager call that no CUDA graph captures takes some 15 µs more on the host than a 16-bit one. A weight of so many
+# elements is read in 17 µs less, at 4 TB/s
+LEAST_EAGER = 2**26
+
+
+@functools.cache
+def most_rows(device: torch.device, weights: int) -> int:
+    """Return the most rows that are few for a weight of N · K elements on a device; 0 on a CPU."""
+    gpu = gpu_class(device)
+    return (
+        next((row.rows for row in FEW_ROWS if row.gpu in (gpu, ANY_GPU) and weights >= row.weights), 0) if gpu else 0
+    )
+
+
+# traced code asks once, while it is traced: the answer depends on the arguments alone
+_traced_most_rows = torch.compiler.assume_constant_result(lambda *arguments: most_rows(*arguments))
+
+
+def are_few(device: torch.device, rows: int, columns: int, depth: int) -> bool:
+    """Return True if x [rows, depth] should stay in 16 bit for an 8-bit weight [columns, depth].
+
+    No device sync, traceable by Dynamo.
+    """
+    limit = _traced_most_rows if torch.compiler.is_compiling() else most_rows
+    return rows <= limit(device, columns * depth)

@@ -1,0 +1,52 @@
+"""Calls with few rows: the weight is read in 8 bit, and the activation stays in 16 bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from sage_kernels import QuantizedRows, quantized_linear, weight_only_linear
+from sage_kernels.facts.few_rows import LEAST_EAGER, are_few
+
+from .linear_state import LinearState
+
+
+_DTYPES = (torch.float16, torch.bfloat16)
+
+
+def is_few(state: LinearState, x: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Return True if a call multiplies its rows in 16 bit by the 8-bit weight. dtype: of the output.
+
+    While a probe compares the layer, its calls run as they would with more rows.
+    """
+    if state.is_weight_only:
+        return True
+    if dtype not in _DTYPES or (state.probe is not None and state.probe.shared.on):
+        return False
+    depth = x.shape[-1]
+    return depth > 0 and are_few(x.device, x.numel() // depth, _columns(state), depth)
+
+
+def pays_eagerly(state: LinearState, x: torch.Tensor) -> bool:
+    """Return True if an eager call of few rows saves more time on the GPU than it takes on the host."""
+    return _columns(state) * x.shape[-1] >= LEAST_EAGER and is_few(state, x, x.dtype)
+
+
+def _columns(state: LinearState) -> int:
+    """Return the number of columns of one product: joined projections are one."""
+    columns: int = state.storage.starts[-1] if state.storage.is_joined else state.storage.modules[0].out_features
+    return columns
+
+
+def in_16_bit_rows(x: torch.Tensor, dtype: torch.dtype, balance: torch.Tensor | None) -> torch.Tensor:
+    """Return x [..., K] times balance [K] in dtype: what an 8-bit weight divided by the balance is multiplied by."""
+    x = x if balance is None else x.float() * balance
+    return x if x.dtype == dtype else x.to(dtype)  # the same tensor for all layers that read it
+
+
+def multiplied(x: QuantizedRows | torch.Tensor, weight: QuantizedRows, bias: Any, **options: Any) -> torch.Tensor:
+    """Multiply rows in 8 or 16 bit by an 8-bit weight, with the options of `quantized_linear`."""
+    if isinstance(x, torch.Tensor):
+        return weight_only_linear(x, weight, bias, **options)
+    return quantized_linear(x, weight, bias, **options)
