@@ -37,7 +37,7 @@ def block(device):
 def by_hand(model, x):
     """The same with `weight_only_linear` on the layers' own 8-bit weights."""
     for part in model:
-        for i, layer in enumerate(part):
+        for layer in part:
             state = getattr(layer, "_sage", None)
             if isinstance(layer, nn.Linear):
                 rows = state.storage.rows_of(state.index, state.index)

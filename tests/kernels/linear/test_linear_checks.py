@@ -140,10 +140,6 @@ CALLS = {
     "rows of five": (bad_weight_only(X[None, None]), ValueError, "x: got 5 dimensions, expected 1 to 4"),
     "rows of no columns": (bad_weight_only(X[..., :0]), ValueError, "expected [..., K] with K >= 1"),
     "a 16-bit weight": (bad_weight_only(X, X[0]), TypeError, "weight: got Tensor, expected QuantizedRows"),
-    "an FP8 weight": (
-        bad_weight_only(X, rows(8, 32, format="fp8")), TypeError,
-        "weight.codes: got torch.float8_e4m3fn, expected one of (torch.int8,)",
-    ),
     "a weight of another depth": (
         bad_weight_only(X, rows(8, 33)), ValueError,
         "x, weight.codes: got shapes (2, 3, 32) and (8, 33), expected [..., K] and [N, K]",
@@ -224,7 +220,9 @@ def test_N05_tangents_are_refused_not_lost():
             x, "int8", "none", None, None, 0.0, None, None, None, None
         )[1],
         "quantized_linear": lambda x: ops.quantized_linear(*ROWS, *WEIGHT, None, "none", None, x, torch.float32),
-        "weight_only_linear": lambda x: ops.weight_only_linear(x, *rows(4, 8), None),
+        "weight_only_linear": lambda x: ops.weight_only_linear(
+            x, *rows(4, 8), None, "none", None, None, x.dtype, False
+        ),
     }.items():
         with pytest.raises(NotImplementedError, match=f"{name}: got a call under forward-mode"):
             torch.func.jvp(call, (vector(2, 3, 8),), (vector(2, 3, 8),))
