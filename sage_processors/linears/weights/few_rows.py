@@ -40,7 +40,7 @@ def _columns(state: LinearState) -> int:
 
 
 def in_16_bit_rows(x: torch.Tensor, dtype: torch.dtype, balance: torch.Tensor | None) -> torch.Tensor:
-    """Return x [..., K] times balance [K] in dtype: what an 8-bit weight divided by the balance is multiplied by."""
+    """Return x [..., K] times balance [K] in dtype, to multiply by an 8-bit weight."""
     x = x if balance is None else x.float() * balance
     return x if x.dtype == dtype else x.to(dtype)  # the same tensor for all layers that read it
 

@@ -24,7 +24,7 @@ def _prefetch(w_rows, first, depth, BYTES: tl.constexpr, ASM: tl.constexpr):
 
 
 def prefetch_instruction(size: int) -> str:
-    """Return the instruction with which `_prefetch` reads a piece of a row, for `size` bytes of it. From sm_90 on."""
+    """Return the PTX of a prefetch of one piece, of `size` bytes of a row. From sm_90 on."""
     return f"cp.async.bulk.prefetch.L2.global [$1], {size // _PIECES.value}; mov.b32 $0, 0;"
 
 
