@@ -167,6 +167,7 @@ def _multiplied(module, state: LinearState, x, is_postponed: bool):
     balance = None if state.is_weight_only else vector_of(state, x.device)
     few = is_few(state, x, dtype)
     state.events.add(FEW_ROWS if few and not state.is_weight_only else _CALLED)
+    rows: QuantizedRows | torch.Tensor
     if few:
         rows = in_16_bit_rows(x.tensor_for_16_bit() if type(x) is PostponedNorm else ordinary_in(x), dtype, balance)
     else:
