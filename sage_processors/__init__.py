@@ -15,6 +15,8 @@ from typing import Any
 
 from .diffusion.host.model_methods import add_model_methods
 from .diffusion.host.pipeline_method import add_pipeline_method
+from .loading.config import SageConfig
+from .loading.register import register
 from .option_groups import Keep, LayerRule, Linears, Scaling, Skip
 from .options import SageAttnProcessor, apply_to_transformers_with, read_policies_with
 from .patching.on_import import when_imported
@@ -41,9 +43,7 @@ _HOMES = {
     "diffusers_backend_report": "diffusion.reports.backend_report",
     "handle_of": "diffusion.handle",
     "processors_for": "diffusion.by_name",
-    "load_quantized": "linears.quantized_files",
     "quantize_linears": "linears.swap",
-    "save_quantized": "linears.quantized_files",
     "read_policy": "calibration.policy_files",
     "register_diffusers_backend": "diffusion.calls.backend",
     "register_transformers": "language.attention",
@@ -60,6 +60,7 @@ _MODULES = {
 }
 __all__ = [
     "SageAttnProcessor",
+    "SageConfig",
     "Keep",
     "LayerRule",
     "Linears",
@@ -83,12 +84,10 @@ __all__ = [
     "diffusers_backend_report",
     "handle_of",
     "processors_for",
-    "load_quantized",
     "quantize_linears",
     "register_diffusers_backend",
     "register_transformers",
     "sage_class",
-    "save_quantized",
     "unregister_diffusers_backend",
 ]
 
@@ -105,6 +104,7 @@ add_pipeline_method(_imported_when_called("apply"))
 add_model_methods(_imported_when_called("apply"))
 read_policies_with(_imported_when_called("read_policy"))
 apply_to_transformers_with(_imported_when_called("apply_to_language_model"))
+register()
 
 
 def _meet_transformers() -> None:

@@ -17,7 +17,7 @@ from sage_kernels.planning.rules import rule_for
 from sage_kernels.planning.state import ScaleState, Site
 
 from ..linears.leftovers import take_out_leftovers
-from ..linears.swap import LinearSwap, swap_of
+from ..linears.swap import LOADED, LinearSwap, swap_of
 from ..torch_modes import AsUnderNoGrad
 from .calls.call_reasons import layer_reason
 from .calls.processor_state import ProcessorState
@@ -125,9 +125,11 @@ class Denoiser:
         kept = swap_of(self.model)
         if self.linears is not None:
             self.linears.refresh()
-        elif kept is not None and kept.dropped and kept.serves(config.linears, config.rules("linears")):
+        elif kept is not None and kept.dropped and kept.serves(config.linears, config.rules("linears"), self.name):
             self.linears = kept
             kept.count_anew()
+        elif kept is not None and kept.loaded is not None:
+            raise RuntimeError(LOADED.format(self.name or type(self.model).__name__, kept.loaded[0]))
         elif any(format != "none" for format in (config.linears.format, *dict(config.rules("linears")).values())):
             self.linears = LinearSwap(
                 self.model, linears=config.linears.format, layers=config.rules("linears"),

@@ -22,7 +22,7 @@ from .postponed.linear import PostponedLinear, product
 from .postponed.norm import PostponedNorm
 from .weights.few_rows import in_16_bit_rows, is_few, pays_eagerly
 from .weights.linear_state import AT_REST, CALLED, DTYPES, EVENTS, FEW_ROWS, SHORT, LinearState, is_timed
-from .weights.storage import CODES, SCALE, in_place, is_captured
+from .weights.storage import CODES, SCALE, as_saved, in_place, is_captured
 
 
 if TYPE_CHECKING:
@@ -295,13 +295,17 @@ class _SwappedLinear(_Beside):
             return super()._apply(applied, recurse)
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):
-        if self._sage.dropped:
+        state = self._sage
+        if state.dropped and state.shared.saving == "refused":
             raise RuntimeError(
-                f"weight of {self._sage.label}: got a model whose 16-bit weights were dropped "
-                "(drop_weights=True), expected one that still has them; sage_processors.save_quantized(model, path) "
-                "writes the 8-bit ones, or load the model again"
+                f"weight of {state.label}: got a model whose 16-bit weights were dropped (drop_weights=True), "
+                "expected one that still has them; load the model with "
+                "quantization_config=sage_processors.SageConfig(), whose save_pretrained writes the 8-bit ones"
             )
         super()._save_to_state_dict(destination, prefix, keep_vars)
+        if state.dropped and state.shared.saving == "codes":
+            rows = state.storage.plain_rows(state.index, copies=False)
+            destination |= {f"{prefix}{name}": tensor for name, tensor in as_saved(rows, state.balance).items()}
 
     def __reduce_ex__(self, protocol):
         return _rebuild, ("linear", type(self)._sage_base), self.__dict__

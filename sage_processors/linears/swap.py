@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 import torch
@@ -35,8 +36,13 @@ from .weights.storage import Storage, is_captured, placeholder
 
 
 DROPPED = (
-    "weight of {}: got a model whose 16-bit weights were dropped (drop_weights=True), expected one that still has "
-    "them; load the model again"
+    "weight of {}: got a model whose 16-bit weights were dropped (drop_weights=True) or never loaded (SageConfig), "
+    "expected one that has them; load the model again"
+)
+
+LOADED = (
+    "linears: got options for other 8-bit layers than {} was loaded with (SageConfig({!r})), expected the same "
+    "format and layers, or linears='none'; load the model again with another SageConfig for others"
 )
 
 
@@ -48,8 +54,8 @@ class LinearSwap:
 
     Args:
         drop_weights: the caller calls `drop` next. It makes the weights one by one and frees 16-bit ones in between.
-        ready: {name of a layer: (8-bit weight, balance [K] or None)}, if 8-bit weights are there already. The 16-bit
-            weights need not be there and are dropped.
+        ready: {name of a layer: (8-bit weight, balance [K] or None)}, if 8-bit weights are there already. It is empty
+            afterwards. The 16-bit weights need not be there and are dropped.
     """
 
     def __init__(
@@ -74,6 +80,7 @@ class LinearSwap:
         self._states: dict[int, tuple[Any, LinearState]] = {}
         self._norms, self._blocks, self._rotations = dict[int, Any](), dict[int, Any](), HeadRotations()
         self.choices: list[Choice] = []
+        self.loaded: tuple[str, int | None] | None = None  # format and min_features of the SageConfig that loaded it
         self.unseen_forwards = 0  # forwards of the model in which no layer ran eagerly
         self._trains = False  # gradients were enabled in the latest forward
         self._active, self._hooks = True, []
@@ -114,7 +121,7 @@ class LinearSwap:
             share_known([m for m, _ in self._states.values()], [ready[s.label][1] for _, s in self._states.values()])
         for module, state in self._states.values():
             if ready is not None:
-                rows = ready[state.label][0]
+                rows = ready.pop(state.label)[0]  # what is written is not kept twice
                 state.storage.write(state.index, rows)
                 self._drop(module, rows.codes.device)
             state.touched = state.bias_touched = True
@@ -340,10 +347,24 @@ class LinearSwap:
         """Number of layers whose 16-bit weight was dropped."""
         return sum(state.dropped for state in self.states())
 
-    def serves(self, linears: Linears, layers: tuple[tuple[str, str], ...]) -> bool:
-        """Return True if these options ask for no other 8-bit layers than this swap has."""
+    def serves(self, linears: Linears, layers: tuple[tuple[str, str], ...], name: str = "") -> bool:
+        """Return True if these options ask for no other 8-bit layers than this swap has.
+
+        A model that SageConfig loaded serves all options that name its format, or none, and whose rules say what its
+        layers are. name: of the model in its pipeline, with which patterns of rules may begin.
+        """
         asked = {"linears": linears.format, "layers": layers, "min_features": linears.min_features}
-        return (linears.format == "none" and not layers) or asked == self._options
+        if self.loaded is None:
+            return (linears.format == "none" and not layers) or asked == self._options
+        format, least = self.loaded
+        if linears.format not in ("none", format) or linears.min_features not in (None, least):
+            return False
+        for choice in self.choices:
+            own = f"{name}.{choice.name}" if name else choice.name
+            wanted = next((value for pattern, value in layers if fnmatchcase(own, pattern)), choice.format)
+            if wanted != choice.format:
+                return False
+        return True
 
     def count_anew(self) -> None:
         """Set all counts to zero."""

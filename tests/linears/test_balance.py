@@ -17,7 +17,6 @@ from tests.linears.compiled.test_compile import Backend, compiled_ops
 from tests.linears.counting import OpCounter, relative_error
 from tests.linears.test_pipelines import ALL, draw, pipeline, psnr
 from tests.linears.test_qkv import Attention
-from tests.linears.test_quantized_files import empty, rewrite
 from tests.support.tiny_models import MODELS
 
 
@@ -177,64 +176,6 @@ def test_copies_moves_and_calls_without_a_16_bit_weight():
     assert all(torch.equal(a, b + 0) for a, b in zip(got, twin.to(torch.bfloat16).float()(x), strict=True))
     for a, b in zip(twin.train()(x), stock(x), strict=True):  # what the codes stand for, in 16 bit
         assert relative_error(a, b) < 0.02
-
-
-@pytest.mark.parametrize("drop", [True, False])
-def test_files_hold_the_balance(planted, drop, tmp_path):
-    model, inputs, *_ = planted
-    twin = copy.deepcopy(model)
-    sp.quantize_linears(twin, min_features=0, drop_weights=drop)
-    expected = run(twin, inputs)
-    sp.save_quantized(twin, tmp_path / "a.safetensors")
-    loaded = empty(model)
-    sp.load_quantized(loaded, tmp_path / "a.safetensors")
-    assert torch.equal(run(loaded, inputs), expected)
-    assert len(set(map(id, balances(loaded).values()))) == len(set(map(id, balances(twin).values()))) > 1
-    sp.save_quantized(loaded, tmp_path / "b.safetensors")
-    assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
-
-
-def test_files_of_the_first_version_are_read_and_balances_are_checked(planted, tmp_path):
-    model, inputs = MODELS["flux"]()
-    with sp.quantize_linears(model, min_features=0):
-        expected = run(model, inputs)
-        sp.save_quantized(model, tmp_path / "a.safetensors")
-
-    def first(meta):
-        meta.update(format_version=1)
-        del meta["balanced"]
-
-    rewrite(tmp_path / "a.safetensors", tmp_path / "old.safetensors", change_meta=first)
-    loaded = empty(model)
-    sp.load_quantized(loaded, tmp_path / "old.safetensors")
-    assert torch.equal(run(loaded, inputs), expected)
-
-    hard, *_ = planted
-    with sp.quantize_linears(hard, min_features=0):
-        sp.save_quantized(hard, tmp_path / "hard.safetensors")
-    name = "transformer_blocks.0.attn.to_q"
-    damages = [
-        (lambda m: m["balanced"].append("nothing"), "balance of 'nothing'"),
-        (lambda m: m["balanced"].append(name), "balance of .*to_q"),
-        (lambda m: m["balanced"].append(3), "balance of '3'"),
-        (lambda m: m["balanced"].remove(name), "unknown tensors .*to_q.balance"),
-        (lambda m: m.update(balanced="x"), "balanced"),
-        (first, "unknown tensors"),
-    ]
-    for change, words in damages:
-        rewrite(tmp_path / "hard.safetensors", tmp_path / "bad.safetensors", change_meta=change)
-        with pytest.raises(ValueError, match=words):
-            sp.load_quantized(empty(model), tmp_path / "bad.safetensors")
-    header = {}
-    rewrite(tmp_path / "hard.safetensors", tmp_path / "bad.safetensors", change_header=header.update)
-    start, _ = header[f"{name}.balance"]["data_offsets"]
-    bad = torch.tensor([-1.0]).numpy().tobytes()
-    rewrite(
-        tmp_path / "hard.safetensors", tmp_path / "bad.safetensors", body=lambda b: b[:start] + bad + b[start + 4 :]
-    )
-    with pytest.raises(ValueError, match="balance of layer .*to_q"):
-        sp.load_quantized(empty(model), tmp_path / "bad.safetensors")
-    assert header[f"{name}.balance"]["shape"] == [32]
 
 
 def test_compiled_code_reads_the_balance():

@@ -88,17 +88,3 @@ def test_saved_while_swapped_is_16_bit(tmp_path):
         torch.equal(a, b) for a, b in zip(loaded.state_dict().values(), model.state_dict().values(), strict=True)
     )
     assert all(type(module) is nn.Linear for module in loaded.modules() if isinstance(module, nn.Linear))
-
-
-def test_an_8_bit_language_model_on_disk(tmp_path):
-    model, inputs = MODELS["llama"]()
-    with sp.quantize_linears(model, min_features=0), torch.no_grad():
-        model(**inputs)
-        expected = model(**inputs).logits
-        sp.save_quantized(model, tmp_path / "a.safetensors")
-    with torch.device("meta"):
-        twin = type(model)._from_config(model.config, attn_implementation="eager").eval()
-    sp.load_quantized(twin, tmp_path / "a.safetensors")
-    with torch.no_grad():
-        twin(**inputs)
-        assert torch.equal(twin(**inputs).logits, expected)

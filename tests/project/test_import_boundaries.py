@@ -97,6 +97,7 @@ BELOW = {
     f"{LINEARS}.weights": SHARED | {POSTPONED},
     f"{LINEARS}.postponed": SHARED | {POSTPONED, f"{LINEARS}.weights"},
     LINEARS: SHARED | {POSTPONED} | LINEARS_ALL,
+    "sage_processors.loading": SHARED | LINEARS_ALL,
     f"{DIFFUSION}.host": SHARED | {POSTPONED},
     f"{DIFFUSION}.steps": SHARED | {f"{DIFFUSION}.host"},
     f"{DIFFUSION}.heads": SHARED | {POSTPONED} | LINEARS_ALL,
@@ -132,6 +133,8 @@ BELOW = {
 FRONT_DOORS = {  # the package itself, and what runs it as a command, are above all rooms
     ("sage_processors", "sage_processors.diffusion.host.pipeline_method"),
     ("sage_processors", "sage_processors.diffusion.host.model_methods"),
+    ("sage_processors", "sage_processors.loading.config"),
+    ("sage_processors", "sage_processors.loading.register"),
     ("sage_processors.__main__", "sage_processors.cli.main"),
 }
 

@@ -98,10 +98,11 @@ class Shared:
         replays: Replays, of CUDA graphs of the whole model.
         room: Room for 8-bit weights beside the 16-bit ones; None: they take their place.
         owner: Owner of the swap that will undo this; in a copy, one that is gone.
+        saving: what state_dict has for a dropped weight: "codes", a "placeholder", or it is "refused".
     """
 
     def __init__(self, least_work: int = 0, model: nn.Module | None = None, owner: Owner | None = None):
-        self.owner = owner
+        self.owner, self.saving = owner, "refused"
         self.least_work, self._model = least_work, _nothing if model is None else weakref.ref(model)
         self.was_called = self.had_work = self.all_short = self.is_taken_in = False
         self.forwards = 0

@@ -101,10 +101,15 @@ class Storage:
         halves = columns.unflatten(-1, (-1, 2)).unbind(-1)
         return torch.cat(halves[::-1] if self.gate_first else halves, -1)
 
-    def plain_rows(self, index: int) -> QuantizedRows:
-        """Return copies of the codes [N, K] and scales [N] of one module, in its own order of rows."""
+    def plain_rows(self, index: int, *, copies: bool = True) -> QuantizedRows:
+        """Return the codes [N, K] and scales [N] of one module, in its own order of rows.
+
+        copies: False returns the buffers themselves where they are in this order and of this module alone.
+        """
         rows = self.rows_of(index, index)
         if len(self.modules) > 1 or not self.in_turns:
+            if len(self.modules) == 1 and not copies:
+                return rows
             return QuantizedRows(*(part.clone(memory_format=torch.contiguous_format) for part in rows))
         back = [self.turned_back(bits_of(part).movedim(0, -1)).movedim(-1, 0).contiguous() for part in rows]
         return QuantizedRows(*(bits.view(part.dtype) for bits, part in zip(back, rows, strict=True)))
@@ -124,6 +129,13 @@ class Storage:
         """Move the weights to the device of a call."""
         for name in (CODES, SCALE):
             put_buffer(self.modules[0], name, self.modules[0]._buffers[name].to(device))
+
+    def be_persistent(self, on: bool) -> None:
+        """Count the buffers as a part of state_dict or, as usual, not."""
+        home = self.modules[0]
+        for name in (CODES, SCALE):
+            if name in home._buffers:
+                (home._non_persistent_buffers_set.discard if on else home._non_persistent_buffers_set.add)(name)
 
     def clear(self) -> None:
         """Remove the weights and their buffers."""
@@ -177,6 +189,15 @@ class Storage:
 
     def __getstate__(self):
         return self.__dict__ | {"_biases": ((), ()), "_bias": None, "is_fixed": False}
+
+
+def as_saved(rows: QuantizedRows, balance: Any) -> dict[str, torch.Tensor]:
+    """Return {name in a file: tensor} of an 8-bit weight.
+
+    The codes are [1, N, K]: a library that does not know them refuses a weight of this shape.
+    """
+    saved = {"weight": rows.codes[None], "weight_scale": rows.scale}
+    return saved if balance is None else saved | {"weight_balance": balance.vector.clone()}
 
 
 def bits_of(x: torch.Tensor) -> torch.Tensor:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import json
 import pickle
-import struct
 
 import pytest
 import torch
@@ -246,35 +244,6 @@ def test_they_can_neither_be_saved_nor_put_back_and_copies_compute_the_same():
     half = model.to(torch.bfloat16)(*(x.bfloat16() for x in inputs))
     assert half.dtype == torch.bfloat16 and relative_error(half, expected) < 0.02
     assert model.norm_out.linear._buffers["_sage_codes"].dtype == torch.int8
-
-
-@pytest.mark.parametrize("linears", ["int8", "fp8"])
-def test_files_hold_the_form_of_each_layer(linears, tmp_path):
-    model, inputs = MODELS["flux"]()
-
-    def run(model):
-        with torch.no_grad():
-            return model(**inputs, return_dict=False)[0]
-
-    swap = dropped(model, linears)
-    expected, own = run(model), formats(swap)
-    sp.save_quantized(model, tmp_path / "a.safetensors")
-    with torch.device("meta"):
-        twin = type(model).from_config(model.config).eval()
-    loaded = sp.load_quantized(twin, tmp_path / "a.safetensors")
-    assert formats(loaded) == own and "int8_weights" in own.values() and linears in own.values()
-    torch.testing.assert_close(run(twin), expected)
-    loaded.refresh()
-    assert formats(loaded) == own and loaded.report().fallbacks == {}
-    sp.save_quantized(twin, tmp_path / "b.safetensors")
-    assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
-    content = (tmp_path / "a.safetensors").read_bytes()
-    (length,) = struct.unpack("<Q", content[:8])
-    header = json.loads(content[8 : 8 + length])
-    layers = json.loads(header["__metadata__"]["sage_processors_linears"])["layers"]
-    name = "transformer_blocks.0.norm1.linear"
-    assert layers[name] == "int8_weights" and header[f"{name}.codes"]["dtype"] == "I8"
-    assert f"{name}.weight" not in header
 
 
 def test_lora_on_a_modulation_is_added_in_16_bit():

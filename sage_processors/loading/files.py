@@ -1,0 +1,72 @@
+"""Checks of the headers of safetensors files, made before a model is filled from them."""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..files.strict_json import some, strict_json
+
+
+MAX_HEADER_BYTES = 64 * 2**20
+NAMES = {torch.int8: "I8", torch.float8_e4m3fn: "F8_E4M3", torch.float32: "F32"}
+_LOAD_AGAIN = "copy or download the folder again"
+
+
+def check_files(paths: Iterable[str | os.PathLike[str]], expected: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]):
+    """Raise ValueError unless the files are whole and have the expected tensors.
+
+    Args: expected: {name: (dtype, shape)} of the tensors of 8-bit layers; {} for files in 16 bit.
+    """
+    found: dict[str, Any] = {}
+    for path in map(Path, paths):
+        if path.suffix == ".safetensors":
+            found |= _header(path)
+        elif expected:
+            raise ValueError(
+                f"{path.name}: got {path.suffix!r}, expected .safetensors: 8-bit weights are in no other files"
+            )
+    missing = sorted(set(expected) - set(found))
+    if missing:
+        raise ValueError(
+            f"files: got no tensors {some(missing)}, expected the 8-bit layers of config.json; {_LOAD_AGAIN}"
+        )
+    for name, (dtype, shape) in expected.items():
+        entry = found[name]
+        if (entry.get("dtype"), entry.get("shape")) != (NAMES[dtype], list(shape)):
+            got = f"{str(entry.get('dtype'))[:20]} {str(entry.get('shape'))[:100]}"
+            raise ValueError(
+                f"files: got {got} for {name}, expected {NAMES[dtype]} {list(shape)}, as quantization_config in "
+                "config.json says; for a folder in 16 bit remove that entry, else save the model again"
+            )
+
+
+def _header(path: Path) -> dict[str, Any]:
+    """Return {name: entry} of a safetensors file whose size is what its header says."""
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        start = file.read(8)
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+        if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
+            raise ValueError(
+                f"{path.name}: got no header of a safetensors file in {size} bytes, expected one; {_LOAD_AGAIN}"
+            )
+        entries: dict[str, Any] = strict_json(file.read(length), f"the header of {path.name}", _LOAD_AGAIN)
+    entries.pop("__metadata__", None)
+    try:
+        end = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+    except (TypeError, KeyError, IndexError) as error:
+        raise ValueError(
+            f"{path.name}: got a header without offsets, expected a safetensors file; {_LOAD_AGAIN}"
+        ) from error
+    if size != 8 + length + end:
+        raise ValueError(
+            f"{path.name}: got {size} bytes, expected {8 + length + end} as its header says: it is not whole; "
+            f"{_LOAD_AGAIN}"
+        )
+    return entries

@@ -1,0 +1,70 @@
+"""The quantizer of transformers models with a SageConfig."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers.core_model_loading import ConversionOps
+from transformers.quantizers.base import HfQuantizer
+
+from .config import SageConfig
+from .files import check_files
+from .layers import QuantizedHere, ReadyMade, need_accelerate, refuse_offload
+
+
+OFFLOAD = "accelerate.cpu_offload_with_hook(model)"
+
+
+class SageQuantizer(HfQuantizer):
+    """Loads and saves a transformers model whose linear layers are in 8 bit."""
+
+    is_trainable = False
+    is_compileable = True
+    quantized_element_size = 1
+
+    def __init__(self, quantization_config: SageConfig, **options: Any) -> None:
+        super().__init__(quantization_config.of_model(), **options)
+        self._layers: Any = None
+
+    def validate_environment(self, *args: Any, device_map: Any = None, **options: Any) -> None:
+        """Refuse what can't be loaded before anything is read. Raises: ImportError, ValueError."""
+        need_accelerate()
+        refuse_offload(device_map, OFFLOAD)
+
+    def is_serializable(self) -> bool:
+        """Return True: save_pretrained writes the 8-bit weights."""
+        return True
+
+    def param_needs_quantization(self, model: Any, param_name: str, **options: Any) -> bool:
+        """Return True for a 16-bit weight that is quantised as it arrives."""
+        return not self.pre_quantized and self._layers is not None and param_name in self._layers
+
+    def get_quantize_ops(self) -> ConversionOps:
+        """Return the operation that takes an arriving weight."""
+        return _Put(self._layers)
+
+    def _process_model_before_weight_loading(self, model: Any, checkpoint_files: Any = None, **options: Any) -> None:
+        kind = ReadyMade if self.pre_quantized else QuantizedHere
+        self._layers = kind(model, self.quantization_config)
+        check_files(checkpoint_files or [], self._layers.expected if self.pre_quantized else {})
+
+    def _process_model_after_weight_loading(self, model: Any, **options: Any) -> Any:
+        refuse_offload(getattr(model, "hf_device_map", None), OFFLOAD)
+        self._layers.finish()
+        self._layers = None
+        model.config.quantization_config = self.quantization_config
+        return model
+
+
+class _Put(ConversionOps):
+    def __init__(self, layers: QuantizedHere) -> None:
+        self._layers = layers
+
+    def convert(
+        self, input_dict: Any, *, full_layer_name: str, missing_keys: Any = None, **options: Any
+    ) -> dict[str, Any]:
+        for value in input_dict.values():
+            self._layers.put(full_layer_name, value[0] if isinstance(value, list) else value)
+        if missing_keys is not None:
+            missing_keys.discard(full_layer_name)
+        return {}
