@@ -75,15 +75,15 @@ class Captures:
         graph, failure = torch.cuda.CUDAGraph(), None
         self._side.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.device(self._device), torch.cuda.stream(self._side):
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
-                results = run()
-            except Exception as error:
-                failure, results = error, None
-            try:
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    results = run()
+                except Exception as error:
+                    failure, results = error, None
                 graph.capture_end()
-            except Exception as error:
-                failure = failure or error
+            except Exception as error:  # of the beginning or the end: PyTorch leaves both half done
+                failure, results = failure or error, None
                 self._repair(graph)
         self.memory += max(0, torch.cuda.memory_reserved(self._device) - before)
         if failure is not None:
