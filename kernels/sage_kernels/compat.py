@@ -225,19 +225,15 @@ def map_only(kind: type, change, tree):
     return tree
 
 
-_HELD_ONCE = 2  # references to a storage that one tensor and one Python object of it hold
+def without_owner(x: torch.Tensor, holders: int = 1) -> torch.Tensor:
+    """Return a tensor that shares the memory of x but does not own it, so that it can be used again.
 
-
-def without_owner(x: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that shares the memory of x but does not own it.
-
-    A later capture may then use the memory again.
-
+    holders: number of tensors of this memory that are known, x among them.
     Returns x itself if something else holds its memory, or without the names.
     """
     make, count = find("torch._C._construct_storage_from_data_pointer"), find("torch._C._storage_Use_Count")
     storage = x.untyped_storage()
-    if make is None or count is None or not storage.nbytes() or count(storage._cdata) > _HELD_ONCE:
+    if make is None or count is None or not storage.nbytes() or count(storage._cdata) > holders + 1:  # and `storage`
         return x
     with torch.inference_mode(False):
         other = make(storage.data_ptr(), x.device, storage.nbytes())

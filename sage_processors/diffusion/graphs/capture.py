@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import traceback
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 
 from sage_kernels.compat import end_allocations, without_owner
 
-from ...patching.nested import UnknownValueError, mapped
+from ...patching.nested import UnknownValueError, mapped, tensors_of
 
 
 Recorded = tuple[Any, Callable[[], None]]  # (results that each replay overwrites, the replay)
@@ -45,7 +46,9 @@ def line_of(error: BaseException) -> str:
 def tidy(device: torch.device) -> None:
     """Release the memory that PyTorch caches, to make room for a capture."""
     torch.cuda.synchronize(device)
-    gc.collect()
+    free, total = torch.cuda.mem_get_info(device)
+    if free < total // 4:  # takes long where there are many objects
+        gc.collect()
     torch.cuda.empty_cache()
 
 
@@ -61,10 +64,23 @@ class Captures:
         self._device, self.memory = device, 0
         self.stream = torch.cuda.current_stream(device)
         self._side = torch.cuda.Stream(device)
-        self._pool = torch.cuda.graph_pool_handle()
-        with torch.cuda.stream(self._side):  # makes cuBLAS's workspace outside of the graphs' memory
+        self._keepers: list[Any] = []
+        with torch.cuda.device(device), torch.cuda.stream(self._side):
             x = torch.zeros(16, 16, device=device, dtype=torch.float16)
-            torch.mm(x, x)
+            torch.mm(x, x)  # makes cuBLAS's workspace outside of the graphs' memory
+            self._new_pool()
+
+    def _new_pool(self) -> None:
+        """Take another pool of memory, with a graph of its own that keeps it while others come and go.
+
+        This successful capture also ends the capturing mode in which a broken one leaves PyTorch's generator.
+        """
+        self._pool = torch.cuda.graph_pool_handle()
+        place, graph = torch.zeros(1, device=self._device), torch.cuda.CUDAGraph()
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        place.add_(1)
+        graph.capture_end()
+        self._keepers.append(graph)
 
     def record(self, run: Callable[[], Any]) -> Recorded:
         """Capture the launches of a function, without running them.
@@ -72,39 +88,39 @@ class Captures:
         Returns: (its results, the replay). Raises: CaptureError.
         """
         before = torch.cuda.memory_reserved(self._device)
-        graph, failure = torch.cuda.CUDAGraph(), None
+        graph = torch.cuda.CUDAGraph()
+        failure: BaseException | None = None
         self._side.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.device(self._device), torch.cuda.stream(self._side):
             try:
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
                     results = run()
-                except Exception as error:
+                except BaseException as error:  # an interrupt must end the capture, too
                     failure, results = error, None
                 graph.capture_end()
             except Exception as error:  # of the beginning or the end: PyTorch leaves both half done
                 failure, results = failure or error, None
                 self._repair(graph)
         self.memory += max(0, torch.cuda.memory_reserved(self._device) - before)
+        if failure is not None and not isinstance(failure, Exception):
+            raise failure
         if failure is not None:
             told, failure = CaptureError(failure), None  # its frames hold the tensors of the capture
             raise told
         try:
-            results = mapped(results, without_owner)  # the next capture may use the same memory
+            # the next capture may use the same memory
+            holders = Counter(x.untyped_storage().data_ptr() for x in {id(x): x for x in tensors_of(results)}.values())
+            results = mapped(results, lambda x: without_owner(x, holders[x.untyped_storage().data_ptr()]))
         except UnknownValueError:  # the caller refuses such results
             pass
         return results, graph.replay
 
     def _repair(self, graph: Any) -> None:
-        """End what a broken capture has begun: allocations in its pool, and the generator's capturing mode."""
+        """End what a broken capture has begun, in PyTorch's allocator and generator."""
         _failed.append(graph)
         end_allocations(self._device, self._pool)
-        self._pool = torch.cuda.graph_pool_handle()
-        place = torch.zeros(1, device=self._device)
-        empty = torch.cuda.CUDAGraph()
-        empty.capture_begin(pool=torch.cuda.graph_pool_handle(), capture_error_mode="thread_local")
-        place.add_(1)
-        empty.capture_end()
+        self._new_pool()
 
     def most(self) -> int:
         """Return how many bytes graphs may take: half of what would be free on the GPU without them."""

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import sage_processors as sp
-from sage_processors.diffusion.graphs import call_graphs, comparison, model_graphs
+from sage_processors.diffusion.graphs import call_graphs, capture, comparison, model_graphs
 from sage_processors.diffusion.graphs.blocks import BlockCall, repeated_blocks
 from sage_processors.diffusion.graphs.model_graphs import WARM_UP
 from tests.diffusion.test_apply_pipelines import flux_pipe
@@ -292,3 +292,29 @@ def test_memory_is_bounded_and_the_oldest_shape_goes_first(monkeypatch):
         eager = graphs.eager["memory"]
         forwards(model, others, 2)
         assert graphs.memory == 0 and graphs.eager["memory"] == eager + 2 and graphs.partly == partly + 1
+
+
+@pytest.mark.gpu
+def test_failed_captures_leave_pytorch_as_it_was():
+    """The stream, the generator and the allocator; graphs before and after them work, also when all were dropped."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU")
+    device = torch.device("cuda", 0)
+    x, taken, stream = torch.randn(64, 64, device=device), capture.Captures(device), torch.cuda.current_stream(device)
+    torch.manual_seed(5)
+    wanted = torch.rand(4, device=device)
+    torch.manual_seed(5)
+    results, replay = taken.record(lambda: (x @ x).split(32))
+    assert all(part.untyped_storage().data_ptr() == results[0].untyped_storage().data_ptr() for part in results)
+    for bad in (
+        lambda: x.sum().item(), x.nonzero, x.cpu, lambda: torch.ones(2).to(device), lambda: 1 / 0,
+        lambda: torch.rand(4, device=device).tolist(), lambda: torch.empty(10**13, device=device),
+    ):  # fmt: skip
+        with pytest.raises(capture.CaptureError):
+            taken.record(lambda bad=bad: (x @ x, bad()))
+        replay()
+        assert torch.equal(torch.cat(results), x @ x)
+        other = taken.record(lambda: x + 1)
+        other[1]()
+        assert torch.equal(other[0], x + 1)
+    assert torch.cuda.current_stream(device) == stream and torch.equal(torch.rand(4, device=device), wanted)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import random
 
@@ -165,24 +166,25 @@ def halved(module, args, out):
 
 def fuzz(name, device, forwards):
     pair = Pair(name, device, seed=NAMES.index(name))
-    replays = partly = 0
+    replays, reasons = 0, collections.Counter()
     with torch.no_grad():
         for step in range(forwards):
             pair.act()
             graphs = pair.graphs
-            before = graphs.replays, graphs.partly
+            before = graphs.replays + graphs.partly, graphs.eager + graphs.block_eager
             how, (found, wanted) = pair.forward(step % 50)
             assert torch.equal(found, wanted), (step, how, graphs.eager, graphs.block_eager)
-            replays, partly = replays + graphs.replays - before[0], partly + graphs.partly - before[1]
+            replays += graphs.replays + graphs.partly - before[0]
+            reasons += graphs.eager + graphs.block_eager - before[1]
             assert not graphs.differing
     [handle.remove() for handle in pair.handles]
-    return replays, partly
+    assert replays > forwards // 8, reasons
+    assert torch.rand(2, device=device).isfinite().all()
 
 
 @pytest.mark.parametrize("name", ["flux"])
 def test_random_actions_between_forwards(name):
-    replays, partly = fuzz(name, torch.device("cpu"), 40)
-    assert replays + partly > 5
+    fuzz(name, torch.device("cpu"), 40)
 
 
 @pytest.mark.gpu
@@ -190,5 +192,4 @@ def test_random_actions_between_forwards(name):
 def test_random_actions_between_forwards_on_a_gpu(name):
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA GPU")
-    replays, partly = fuzz(name, torch.device("cuda", 0), FORWARDS)
-    assert replays + partly > FORWARDS // 5
+    fuzz(name, torch.device("cuda", 0), FORWARDS)
