@@ -96,20 +96,22 @@ class StepCache(Cache):
         self._holders: list[Any] = []
 
     def is_held_by(self, cache: Any) -> bool:
-        """True if the cache's layers hold these buffers."""
+        """True if the cache's layers hold these buffers. Runs before every replay, so it is short."""
         if len(self._holders) != len(cache.layers):
             return False
-        pairs = zip(self._holders, cache.layers, strict=True)
-        return all(holder() is layer for holder, layer in pairs) and self.is_held(every=True)
+        for holder, layer, own in zip(self._holders, cache.layers, self.layers, strict=True):
+            fields = layer.__dict__
+            if holder() is not layer or not all(fields[name] is x for name, x in own.tensors.items()):
+                return False
+        return True
 
-    def is_held(self, *, every: bool = False) -> bool:
-        """True if some living layer still holds one of the buffers. every: if all hold all of theirs."""
-        found = []
-        for holder, own in zip(self._holders, self.layers, strict=bool(self._holders)):
+    def is_held(self) -> bool:
+        """True if some living layer still holds one of the buffers."""
+        for holder, own in zip(self._holders, self.layers, strict=False):  # no holders before the first loan
             layer = holder()
-            held = [] if layer is None else [getattr(layer, name) is x for name, x in own.tensors.items()]
-            found.append(all(held) and bool(held) if every else any(held))
-        return all(found) and bool(found) if every else any(found)
+            if layer is not None and any(getattr(layer, name) is x for name, x in own.tensors.items()):
+                return True
+        return False
 
     def lend(self, cache: Any, seen: int) -> None:
         """Give the buffers to a cache with `seen` tokens. If it raises, the cache is unchanged."""
@@ -136,27 +138,27 @@ def unfit(cache: Any) -> str:
         return "offload"
     if cache._has_cross_attention:
         return "encoder_decoder"
-    if not all(isinstance(layer, Int8Layer) for layer in cache.layers):
-        return "layers"
-    if any(layer.is_sliding and not isinstance(layer, Int8StaticLayer) for layer in cache.layers):
-        return "window"  # a growing window moves through its buffers; that of a static cache is a ring
-    if not all(layer.is_initialized for layer in cache.layers) or len({length_of(x) for x in cache.layers}) != 1:
-        return "layers"
-    if not all(_is_settled(layer) for layer in cache.layers):
-        return "first_tokens"
-    lengths = (x.max_cache_len for x in cache.layers if isinstance(x, Int8StaticLayer) and not x.is_sliding)
-    if length_of(cache.layers[0]) + 1 > min(lengths, default=1 << 62):
-        return "full"
-    return ""
+    seen, room = None, 1 << 62
+    for layer in cache.layers:
+        if not isinstance(layer, Int8Layer) or not layer.is_initialized:
+            return "layers"
+        is_static = isinstance(layer, Int8StaticLayer)
+        if layer.is_sliding and not is_static:
+            return "window"  # a growing window moves through its buffers; that of a static cache is a ring
+        length = length_of(layer)
+        if seen not in (None, length):
+            return "layers"
+        if not (layer.is_settled if is_static else layer.first_keys is None):
+            return "first_tokens"
+        seen = length
+        if is_static and not layer.is_sliding:
+            room = min(room, layer.max_cache_len)
+    return "full" if seen is None or seen + 1 > room else ""
 
 
 def length_of(layer: Any) -> int:
     """Return the number of tokens that a layer has seen. Waits for the device after compiled calls alone."""
     return int(layer._length() if isinstance(layer, Int8StaticLayer) else layer.cumulative_length)
-
-
-def _is_settled(layer: Any) -> bool:
-    return bool(layer.is_settled if isinstance(layer, Int8StaticLayer) else layer.first_keys is None)
 
 
 def count_token(cache: Any, seen: int) -> None:

@@ -348,8 +348,11 @@ def test_cuda_graphs_generate_what_eager_steps_do(name, capacity, way):
     with sp.apply(model, sp.SageAttnProcessor(graphs="auto")) as handle:
         for _ in range(3):
             assert torch.equal(tokens(model, sp.Int8KVCache(model.config, capacity), ids, **WAYS[way]), want)
-        assert handle.graphs.captures == 1 and handle.graphs.replays == 3 * 19 - decode_graphs.WARM_UP
-        assert not handle.graphs.eager
+        made = handle.graphs
+        if (name, way) == ("gpt_oss", "beams"):  # transformers' experts copy from the CPU there
+            assert set(made.eager) == {"not_capturable"} and not made.replays
+        else:
+            assert made.captures == 1 and made.replays == 3 * 19 - decode_graphs.WARM_UP and not made.eager
 
 
 @pytest.mark.gpu
