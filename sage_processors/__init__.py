@@ -118,7 +118,7 @@ def _meet_transformers() -> None:
 def _meet_generate() -> None:
     """Let transformers' `generate` make an Int8KVCache, and replay decode steps over one that it is given."""
     try:
-        importlib.import_module(f"{__name__}.language.generation.default_cache").give_caches()
+        importlib.import_module(f"{__name__}.language.generation.default_cache")
     except ImportError as error:
         logging.getLogger(__name__).warning("generate makes no INT8 cache in this transformers: %s", error)
 

@@ -101,3 +101,6 @@ def _cache(model: Any, generation_config: Any, mode: Any, longest: int) -> Any:
     if recording:
         cache.activate_past_recording()
     return cache
+
+
+give_caches()  # at the end: an import of transformers from here may import this module again, which is then not ready

@@ -16,8 +16,8 @@ from ..attention import attention_report, register_transformers
 from ..choice import configs_of, refuse_without_attention
 from ..names import IMPLEMENTATIONS, Implementation, name_of, standard
 from ..report import AttentionReport
+from . import default_cache  # noqa: F401 (generate makes INT8 caches once it is imported)
 from .decode_graphs import DecodeGraphs, start_graphs, stop_graphs
-from .default_cache import give_caches
 
 
 logger = logging.getLogger("sage_processors")
@@ -65,7 +65,6 @@ class LanguageHandle:
                     model, config.linears.format, layers=rules, min_features=config.linears.min_features,
                     on_unsupported=strictness, drop_weights=config.linears.drop_weights,
                 )  # fmt: skip
-            give_caches()
             stop_graphs(model)
             self.graphs = start_graphs(model) if config.graphs == "auto" else None
             if self.graphs is not None:
