@@ -21,7 +21,10 @@ _settlers: weakref.WeakSet = weakref.WeakSet()
 
 
 def settle_with(settler: Any) -> None:
-    """Call settler.settle() before counts are read, as long as it lives: it adds calls that it has counted itself."""
+    """Call settler.settle() before counts are read, as long as it lives.
+
+    It adds calls that it has counted itself.
+    """
     _settlers.add(settler)
 
 
