@@ -44,8 +44,12 @@ def _closing(head_dim: int):
 
 
 def _linear_calls():
-    """The 8-bit linear layers of FLUX and of others as wide: what they quantise, and their matmuls."""
-    rows, width, hidden = 8192, 3072, 12288
+    """The 8-bit linear layers of FLUX and of others as wide: what they quantise, and their matmuls, with each tile."""
+    return [call for rows in (8192, 4608, 512, 256) for call in _linear_calls_of(rows)]
+
+
+def _linear_calls_of(rows: int):
+    width, hidden = 3072, 12288
 
     def tensor(*shape, dtype=BF16):
         return torch.empty(shape, dtype=dtype)

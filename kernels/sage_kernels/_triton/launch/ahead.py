@@ -76,7 +76,9 @@ class Job:
                 compat.call_when_parsed(self.kernel, turn.give_back),
             ):
                 offer(self.kernel)
-                compat.build_launcher(self.kernel.warmup(*self.arguments, grid=(1,), **self.constants))
+                compiled = self.kernel.warmup(*self.arguments, grid=(1,), **self.constants)
+                turn.give_back()  # a kernel from the cache was not parsed
+                compat.build_launcher(compiled)
             self.cached = all(hits) if hits else None
         except Exception as error:  # the launch that needs the kernel meets it again, and raises
             self.error = error
