@@ -15,7 +15,7 @@ from sage_kernels._triton.prologue import prologue
 from sage_kernels._triton.prologue.plan_step import launch_plan_step
 from sage_kernels.facts.recipe import DEFAULT_RECIPE, FP8_RECIPE
 from sage_kernels.ops import warm_up
-from sage_kernels.ops.warm_up import CallKind, HeadsKind
+from sage_kernels.ops.warm_up import CallKind, HeadsKind, LinearKind
 from sage_kernels.planning.state import ScaleState, Site
 from tests.support.recording_driver import install
 
@@ -45,35 +45,20 @@ def _closing(head_dim: int):
 
 def _linear_calls():
     """The 8-bit linear layers of FLUX and of others as wide: what they quantise, and their matmuls, with each tile."""
-    return [call for rows in (8192, 4608, 512, 256) for call in _linear_calls_of(rows)]
-
-
-def _linear_calls_of(rows: int):
     width, hidden = 3072, 12288
+    layer = LinearKind(BF16, "int8", width, width, True)
+    kinds = [layer, layer._replace(norm="layer"), layer._replace(norm="layer", columns=hidden, activation="gelu_tanh")]
+    kinds += [layer._replace(depth=hidden, adds=True), layer._replace(adds=True)]
 
-    def tensor(*shape, dtype=BF16):
-        return torch.empty(shape, dtype=dtype)
-
-    def quantize(columns, norm="none", modulated=False, beside=None):
-        gain, shift = (tensor(1, 1, columns) if modulated else None for _ in range(2))
-        return lambda: linear.launch_quantize_activation(
-            tensor(1, rows, columns), format="int8", norm=norm, weight=None, bias=None, eps=1e-6, gain=gain,
-            shift=shift, balance=None, beside=None if beside is None else tensor(1, rows, beside),
+    def joined():  # attention's and the feed-forward's results side by side, as in FLUX's single blocks
+        x, beside = torch.empty(1, 4096, width, dtype=BF16), torch.empty(1, 4096, hidden, dtype=BF16)
+        linear.launch_quantize_activation(
+            x, format="int8", norm="none", weight=None, bias=None, eps=1e-6, gain=None, shift=None, balance=None,
+            beside=beside,
         )  # fmt: skip
 
-    def matmul(depth, columns, activation="none", adds=False):
-        codes, weight = (tensor(*shape, dtype=torch.int8) for shape in ((1, rows, depth), (columns, depth)))
-        scales = [tensor(1, rows, dtype=torch.float32), tensor(columns, dtype=torch.float32)]
-        gate, residual = (tensor(1, 1, columns), tensor(1, rows, columns)) if adds else (None, None)
-        return lambda: linear.launch_quantized_linear(
-            codes, scales[0], weight, scales[1], tensor(columns), activation=activation, gate=gate,
-            residual=residual, dtype=BF16,
-        )  # fmt: skip
-
-    return [
-        quantize(width, "layer", modulated=True), quantize(width), quantize(hidden), quantize(width, beside=hidden),
-        matmul(width, width), matmul(width, hidden, "gelu_tanh"), matmul(hidden, width, adds=True),
-    ]  # fmt: skip
+    # the numbers of rows: of each tile of the matmul, whole and with its last tiles shared
+    return [call for kind in kinds for call in warm_up.linear_calls(kind, CPU, (4096, 4608, 512, 256))] + [joined]
 
 
 def usual_jobs() -> dict[tuple, ahead.Job]:

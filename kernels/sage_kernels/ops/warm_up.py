@@ -6,13 +6,15 @@ is made before its kernels are ready waits for them. Compiled kernels stay in Tr
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import torch
 
 from ..facts.masking import Masking, make_masking
-from ..facts.recipe import DEFAULT_RECIPE, RECIPES
+from ..facts.numerics import CODE_TYPES
+from ..facts.recipe import DEFAULT_RECIPE, GATED, RECIPES
 from ..facts.state import new_head_state
 from .skip_state import new_skip_state
 
@@ -82,6 +84,54 @@ def heads_call(kind: HeadsKind, device: torch.device) -> Callable:
         launch_qk_norm_rope([q], [q], [weight], [weight], kind.norm, 1e-6, [cos], [sin], kind.pairs)
 
     return call
+
+
+class LinearKind(NamedTuple):
+    """All that decides the kernels of an 8-bit linear layer, apart from its number of rows.
+
+    Attributes:
+        dtype: of its input and output.
+        format: "int8" or "fp8".
+        depth, columns: numbers of its input and output features.
+        bias: True if there is one.
+        norm: of its input, in the launch that quantises it: "none", "rms" or "layer", the last one modulated.
+        activation: as of `quantized_linear`.
+        adds: the result is multiplied by a gate and added to a residual.
+    """
+
+    dtype: torch.dtype
+    format: str
+    depth: int
+    columns: int
+    bias: bool
+    norm: str = "none"
+    activation: str = "none"
+    adds: bool = False
+
+
+def linear_calls(kind: LinearKind, device: torch.device, rows: Iterable[int] = (4096, 512)) -> list[Callable]:
+    """Return functions that launch a layer of this kind with these numbers of rows, for `compile_ahead`."""
+
+    def call(number: int):
+        from .._triton.linear.launch import launch_quantize_activation, launch_quantized_linear
+
+        def empty(*shape, dtype=kind.dtype):
+            return torch.empty(shape, dtype=dtype, device=device)
+
+        width = kind.columns // 2 if kind.activation in GATED else kind.columns
+        gain, shift = (empty(1, 1, kind.depth) if kind.norm == "layer" else None for _ in range(2))
+        codes = launch_quantize_activation(
+            empty(1, number, kind.depth), format=kind.format, norm=kind.norm, bias=None, eps=1e-6, gain=gain,
+            weight=empty(kind.depth) if kind.norm == "rms" else None, shift=shift, balance=None, beside=None,
+        )  # fmt: skip
+        launch_quantized_linear(
+            *codes, empty(kind.columns, kind.depth, dtype=CODE_TYPES[kind.format]),
+            empty(kind.columns, dtype=torch.float32), empty(kind.columns) if kind.bias else None,
+            activation=kind.activation, gate=empty(1, 1, width) if kind.adds else None,
+            residual=empty(1, number, width) if kind.adds else None, dtype=kind.dtype,
+        )  # fmt: skip
+
+    return [functools.partial(call, number) for number in rows]
 
 
 def compile_ahead(kinds: Iterable[CallKind], device: torch.device, others: Iterable[Callable] = ()):

@@ -18,10 +18,21 @@ import torch
 
 from sage_kernels.checks import MAX_HEAD_DIM
 from sage_kernels.facts.crossover import is_short
+from sage_kernels.facts.numerics import CODE_TYPES
 from sage_kernels.facts.recipe import MIXED_RECIPE
-from sage_kernels.ops.warm_up import LONG, SHORT, CallKind, HeadsKind, compile_ahead, heads_call
+from sage_kernels.ops.warm_up import (
+    LONG,
+    SHORT,
+    CallKind,
+    HeadsKind,
+    LinearKind,
+    compile_ahead,
+    heads_call,
+    linear_calls,
+)
 from sage_kernels.planning.state import closing_call
 
+from ...linears.postponed.norm_layers import NormState, norm_width
 from ..calls.processor_state import CallSite
 from ..heads.head_norms import HeadNormState
 from ..heads.rotary import usual_angles
@@ -145,6 +156,43 @@ def heads_kinds(denoiser, device: torch.device, *, only_seen: bool = False) -> l
     return list(dict.fromkeys(found))
 
 
+def linear_kinds(denoiser) -> list[LinearKind]:
+    """Return the kinds of 8-bit linear layers of a denoiser, with what usually comes before and after them.
+
+    A norm as wide as the input is assumed to come before, an activation of the model after a layer that widens, and a
+    gate and a residual after one whose result is as wide as a norm.
+    """
+    if denoiser.linears is None:
+        return []
+    modules = list(denoiser.model.modules())
+    norms: dict[int | None, set[str]] = {}
+    for module in modules:
+        if isinstance(module.__dict__.get("_sage"), NormState):
+            norms.setdefault(norm_width(module), set()).add(module._sage.kind)
+    activations = {name for name in map(_activation, modules) if name}
+    found = []
+    for state in denoiser.linears.states():
+        if state.format not in CODE_TYPES:
+            continue  # its weight alone is in 8 bit
+        module = state.storage.modules[state.index]
+        depth, columns = module.in_features, module.out_features
+        plain = LinearKind(_dtype_of(module), state.format, depth, columns, module.bias is not None)
+        widens = activations if columns > depth else ()
+        kinds = [plain._replace(activation=name) for name in ("none", *sorted(widens))]
+        kinds += [plain._replace(adds=True)] if columns in norms else []
+        found += [kind._replace(norm=norm) for kind in kinds for norm in ("none", *sorted(norms.get(depth, ())))]
+    return list(dict.fromkeys(found))
+
+
+def _activation(module) -> str:
+    """Return the name in `quantized_linear` of the activation that a module is; "" for any other module."""
+    name = type(module).__name__
+    if "GELU" in name or "GEGLU" in name:
+        tanh = "_tanh" if module.__dict__.get("approximate") == "tanh" else ""
+        return ("geglu" if "GEGLU" in name else "gelu") + tanh
+    return {"SwiGLU": "swiglu", "LuminaFeedForward": "swiglu"}.get(name, "")
+
+
 def _calls_of(denoiser, device: torch.device, all_steps: bool, only_seen: bool) -> Iterator[tuple[Any, CallKind]]:
     """Yield (layer, kind) for each kind of INT8 call at each call site."""
     for layer in denoiser.layers:
@@ -201,6 +249,8 @@ def _dtype_of(module) -> torch.dtype:
 def _compile(denoiser, kinds, device: torch.device, only_seen: bool = False):
     """Start compiling for these calls, the heads in front of them, and the end of a step."""
     others: list[Any] = [heads_call(kind, device) for kind in heads_kinds(denoiser, device, only_seen=only_seen)]
+    if not only_seen:
+        others += [call for kind in linear_kinds(denoiser) for call in linear_calls(kind, device)]
     closing = None if denoiser.state is None else closing_call(denoiser.state, device)
     return compile_ahead(kinds, device, others + ([] if closing is None else [closing]))
 

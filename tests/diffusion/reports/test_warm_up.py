@@ -13,9 +13,9 @@ pytest.importorskip("diffusers")
 import sage_processors as sp  # noqa: E402
 import tests.support.tiny_image_models  # noqa: E402, F401 (registers them)
 from sage_kernels import qk_norm_rope  # noqa: E402
-from sage_kernels.ops.warm_up import LONG, SHORT, CallKind, heads_call  # noqa: E402
+from sage_kernels.ops.warm_up import LONG, SHORT, CallKind, LinearKind, heads_call  # noqa: E402
 from sage_processors.diffusion.reports import warm_up  # noqa: E402
-from sage_processors.diffusion.reports.warm_up import call_kinds, heads_kinds  # noqa: E402
+from sage_processors.diffusion.reports.warm_up import call_kinds, heads_kinds, linear_kinds  # noqa: E402
 from tests.support.tiny_models import MODELS  # noqa: E402
 
 
@@ -245,3 +245,16 @@ def test_after_a_warm_up_a_run_compiles_nothing(monkeypatch):
         report = handle.report()
     assert report.calls == 7 * 2 and not report.fallbacks.get("short")
     assert not compiled
+
+
+def test_8_bit_linear_layers_are_compiled_ahead_with_what_usually_surrounds_them():
+    model, _ = MODELS["flux"]()
+    assert not linear_kinds(sp.apply(model, sp.SageAttnProcessor())._denoisers[0])
+    handle = sp.apply(model, sp.SageAttnProcessor(linears=sp.Linears("int8", min_features=0)))
+    kinds, ff = linear_kinds(handle._denoisers[0]), model.transformer_blocks[0].ff
+    up, down = ff.net[0].proj, ff.net[2]
+    plain = LinearKind(FLOAT, "int8", up.in_features, up.out_features, True)
+    norms, activations = ("none", "layer"), ("none", "gelu_tanh")
+    assert {plain._replace(norm=x, activation=y) for x in norms for y in activations} <= set(kinds)
+    assert LinearKind(FLOAT, "int8", down.in_features, down.out_features, True, adds=True) in kinds
+    assert not any(kind.adds for kind in kinds if kind.columns == up.out_features)
