@@ -120,12 +120,12 @@ def linear_calls(kind: LinearKind, device: torch.device, rows: Iterable[int] = (
 
         width = kind.columns // 2 if kind.activation in GATED else kind.columns
         gain, shift = (empty(1, 1, kind.depth) if kind.norm == "layer" else None for _ in range(2))
-        codes = launch_quantize_activation(
+        codes, scale = launch_quantize_activation(
             empty(1, number, kind.depth), format=kind.format, norm=kind.norm, bias=None, eps=1e-6, gain=gain,
             weight=empty(kind.depth) if kind.norm == "rms" else None, shift=shift, balance=None, beside=None,
         )  # fmt: skip
         launch_quantized_linear(
-            *codes, empty(kind.columns, kind.depth, dtype=CODE_TYPES[kind.format]),
+            codes, scale, empty(kind.columns, kind.depth, dtype=CODE_TYPES[kind.format]),
             empty(kind.columns, dtype=torch.float32), empty(kind.columns) if kind.bias else None,
             activation=kind.activation, gate=empty(1, 1, width) if kind.adds else None,
             residual=empty(1, number, width) if kind.adds else None, dtype=kind.dtype,
