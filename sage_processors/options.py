@@ -57,7 +57,7 @@ def read_policies_with(reader: Callable[..., Any]) -> None:
 
 
 def apply_to_transformers_with(applier: Callable[..., Any]) -> None:
-    """Set the function that `apply` calls for transformers models, as it lies beside the one for diffusers."""
+    """Set the function that `apply` calls for transformers models."""
     _language_appliers.append(applier)
 
 
@@ -67,7 +67,7 @@ def language_applier() -> Callable[..., Any]:
 
 
 def _with_preset(init: Any) -> Any:
-    """Wrap an `__init__` so that a preset gives options, and an unknown keyword is a TypeError with the closest."""
+    """Wrap an `__init__`: a preset gives options, an unknown keyword is a TypeError with the closest."""
     known = [name for name in inspect.signature(init).parameters if name != "self"]
 
     @functools.wraps(init)

@@ -21,7 +21,9 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 
 
 def with_preset(preset: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a preset, replaced by those that are given. None: only those that are given.
+    """Return the options of a preset, replaced by those that are given.
+
+    None: only those that are given.
 
     Raises: TypeError or ValueError for an unknown preset, naming the closest one.
     """
@@ -39,7 +41,7 @@ def overridden(config: Any) -> list[str]:
 
 
 def heading(config: Any) -> str:
-    """Return the first line of a report: the preset and the options that differ from it; "" without a preset."""
+    """Return the first line of a report: the preset and the options that differ from it."""
     if config.preset is None:
         return ""
     others = overridden(config)

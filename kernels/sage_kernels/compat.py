@@ -226,7 +226,7 @@ def map_only(kind: type, change, tree):
 
 
 def without_owner(x: torch.Tensor, holders: int = 1) -> torch.Tensor:
-    """Return a tensor that shares the memory of x but does not own it, so that it can be used again.
+    """Return a tensor that shares the memory of x but does not own it.
 
     holders: number of tensors of this memory that are known, x among them.
     Returns x itself if something else holds its memory, or without the names.

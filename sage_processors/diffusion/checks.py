@@ -1,4 +1,4 @@
-"""Checks of a new handle: that there is something to swap, and that the options suit the target."""
+"""Checks of a new handle: there is something to swap, and the options suit the target."""
 
 from __future__ import annotations
 

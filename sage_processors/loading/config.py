@@ -34,7 +34,7 @@ class Method(str, Enum):
 
 
 class SageConfig:
-    """Linear layers that are loaded straight into 8 bit: `from_pretrained(..., quantization_config=SageConfig())`.
+    """A `quantization_config` of `from_pretrained` that loads linear layers straight into 8 bit.
 
     The weights are quantised as the files are read, and the 16-bit ones are never in memory together.
     `save_pretrained` writes the 8-bit weights, and `from_pretrained` of that folder reads them, if `sage_processors`

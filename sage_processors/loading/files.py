@@ -47,7 +47,7 @@ def check_files(paths: Iterable[str | os.PathLike[str]], expected: Mapping[str, 
 
 
 def _header(path: Path) -> dict[str, Any]:
-    """Return {name: entry} of a safetensors file whose size is what its header says."""
+    """Return {name: entry} of the header of a safetensors file. A file that is cut off is refused."""
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         start = file.read(8)

@@ -1,4 +1,4 @@
-"""The linear layers of a model while its files are read: from 16-bit weights, or from a folder in 8 bit."""
+"""The linear layers of a model while its files are read, in 16 or in 8 bit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LARGEST = 2.0**40
 
 
 class QuantizedHere:
-    """Linear layers whose 16-bit weights arrive one by one and are quantised as soon as their neighbours are there.
+    """Linear layers with 16-bit weights that arrive one by one, quantised once their neighbours are there.
 
     Args: model: on the meta device; its layers are swapped. config: SageConfig of this model.
     Raises: ValueError for a model without a layer to quantise, or a pattern that matches none.
@@ -72,7 +72,9 @@ class QuantizedHere:
                 module._sage.storage.be_persistent(True)  # it empties all other buffers when the files are read
 
     def finish(self) -> LinearSwap:
-        """Quantise what has waited for weights that did not come. Raises: ValueError for layers without a weight."""
+        """Quantise the layers that still wait for a neighbour.
+
+        Raises: ValueError for layers without a weight."""
         left = [module for module, state in self._waiting.values() if not state.dropped]
         missing = [module._sage.label for module in left if module._parameters["weight"].is_meta]
         if missing:

@@ -87,7 +87,7 @@ class LayerReport:
         return data | {"linears": linears}
 
     def title(self, what: str) -> str:
-        """Return the title of the table: what ran, or, before any call, what is swapped."""
+        """Return the title of the table of calls; before any call, that of the swapped layers."""
         ran = self.calls or self.fallbacks or any(row.get("compiled_calls") for row in self.rows)
         return f"{what}: {'what really ran' if ran else 'what is swapped; nothing ran yet'}"
 

@@ -85,7 +85,7 @@ def check_linear(x, weight, bias, activation, gate, residual, dtype) -> None:
 
 
 def _check_finish(x, columns: int, bias, activation, gate, residual, dtype) -> None:
-    """Raise unless what follows a product of rows x [..., K] with `columns` rows of a weight can be computed."""
+    """Check the activation, gate and residual behind a product of rows x [..., K] with a weight."""
     _check_choice("activation", activation, ACTIVATIONS)
     if dtype not in DTYPES:
         raise TypeError(f"dtype: got {dtype}, expected one of {DTYPES}")

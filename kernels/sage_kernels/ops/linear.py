@@ -197,7 +197,7 @@ def weight_only_linear(
     dtype: torch.dtype | None = None,
     batch_invariant: bool = False,
 ) -> torch.Tensor:
-    """Multiply 16-bit rows by an 8-bit weight: residual + gate · activation(x · weightᵀ + bias). For few rows.
+    """Multiply few 16-bit rows by an 8-bit weight: residual + gate · activation(x · weightᵀ + bias).
 
     Such a layer waits for its weight to be read, and 8 bits halve that. Codes are exact in 16 bit. Sums of x · codes
     are fp32, times the scale of their column, and rounded once at the end. Equal calls give equal bits. A row of x

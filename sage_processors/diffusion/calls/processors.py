@@ -64,7 +64,7 @@ _CALLED, _ROTATED = (_fallbacks.slots[name] for name in CALLS)
 
 
 class _Running(threading.local):
-    """The processor that runs in this thread, its attention calls so far, short ones, and if its module trains."""
+    """The processor that runs in this thread, with counts of its attention calls."""
 
     def __init__(self) -> None:
         # Called once in every thread. With class attributes, Dynamo would guard on the instance's dict being empty,

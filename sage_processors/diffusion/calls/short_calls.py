@@ -1,4 +1,4 @@
-"""Recognises calls of a processor whose attention is all short, so that later equal ones run as in stock.
+"""Runs a processor as in stock after a call of the same kind had only short attention.
 
 A short call saves nothing in INT8, and a host that can't keep up loses more time in our Python around it than the GPU
 has to spare. The first call of a kind tells; later ones run the original `__call__`, and are counted as before.

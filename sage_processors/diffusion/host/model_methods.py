@@ -1,4 +1,4 @@
-"""Teach the methods of diffusers' models that set processors what a SageAttnProcessor is.
+"""Let the `set_attn_processor` of diffusers' models take a SageAttnProcessor.
 
 `model.set_attn_processor(SageAttnProcessor(...))` does what `apply` does. Options in a dict of processors, or on one
 attention module, are refused before any processor is overwritten. The classes are patched when diffusers loads them.
@@ -28,7 +28,7 @@ _CLASSES = {
 
 
 def _target_of(model: Any) -> Any:
-    """Return the pipeline that has this model as its only denoiser, so that steps are known; else the model."""
+    """Return the pipeline that has this model as its only denoiser; the model, if there is none."""
     from .discovery import denoisers  # which imports torch: `sage-processors --help` does without
 
     found = (pipe for pipe in known_pipelines() if [x for x in denoisers(pipe).values()] == [model])
@@ -85,7 +85,9 @@ _PATCHES = {module: functools.partial(_patch, module) for module in _CLASSES}
 
 
 def add_model_methods(swap: Callable[..., Any]) -> None:
-    """Patch diffusers' classes, now or when it loads them. swap: called as swap(pipeline or model, processor)."""
+    """Patch diffusers' classes, now or when it loads them.
+
+    swap: called as swap(pipeline or model, processor)."""
     _swaps.append(swap)
     for module, patch in _PATCHES.items():
         when_imported(module, patch, ready=_CLASSES[module][0])

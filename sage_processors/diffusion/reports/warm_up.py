@@ -157,7 +157,7 @@ def heads_kinds(denoiser, device: torch.device, *, only_seen: bool = False) -> l
 
 
 def linear_kinds(denoiser) -> list[LinearKind]:
-    """Return the kinds of 8-bit linear layers of a denoiser, with what usually comes before and after them.
+    """Return the kinds of 8-bit linear layers of a denoiser, with the usual norms and activations.
 
     A norm as wide as the input is assumed to come before, an activation of the model after a layer that widens, and a
     gate and a residual after one whose result is as wide as a norm.

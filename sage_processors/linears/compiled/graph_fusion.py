@@ -92,7 +92,9 @@ def _products(graph: torch.fx.Graph) -> list[torch.fx.Node]:
 
 
 def _arguments(node: torch.fx.Node) -> list[Any]:
-    """Return the arguments of a product as those of quantized_linear. Rows in 16 bit have None for their scale."""
+    """Return the arguments of a product as those of `quantized_linear`.
+
+    Rows in 16 bit have None for their scale."""
     return [node.args[0], None, *node.args[1:-1]] if is_call(node, _FEW) else list(node.args)
 
 

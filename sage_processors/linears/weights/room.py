@@ -1,4 +1,4 @@
-"""How much GPU memory 8-bit weights may take beside the 16-bit ones, so that a model that fits still fits."""
+"""Limits the GPU memory of 8-bit weights beside the 16-bit ones: a model that fits still fits."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 
 def free_bytes(device: torch.device) -> tuple[int, int] | None:
-    """Return (bytes that can be allocated on a GPU, bytes that this process once had beyond what it has now).
+    """Return the bytes that are free on a GPU, and by how much this process once had more than now.
 
     None for other devices: nobody counts there.
     """
