@@ -20,7 +20,7 @@ from sage_kernels._triton.linear.tiles import FewRowsTile  # noqa: E402
 TILES = {
     "one row of tiles": FewRowsTile(16, 32, 32, 2, 2, parts=3),
     "many": FewRowsTile(32, 64, 64, 4, 2),
-    "lanes": FewRowsTile(8, 16, 32, 4, 3, lanes=4, prefetch=64),
+    "lanes": FewRowsTile(8, 16, 32, 4, 3, lanes=4, prefetch=128),
     "many parts": FewRowsTile(64, 64, 32, 4, 3, parts=8),
     "lanes and parts": FewRowsTile(8, 16, 16, 2, 2, lanes=2, parts=2),
 }

@@ -65,6 +65,8 @@ def launch(kernel, programs: int, *arguments, **constants):
                 usual = False
     key = tuple(key)
     if tape is not None and tape.found is not None:
+        if missing := {name for name, *_ in parameters[len(arguments) :]} - constants.keys():
+            raise TypeError(f"{kernel.__name__}: launched without {', '.join(sorted(missing))}")
         tape.found.setdefault(kind_of(key), (kernel, arguments, constants))
         return None
     found = _ready.get(key) if usual and not compat.profiler_listens() else None

@@ -40,10 +40,10 @@ def _stored() -> tuple[Path, frozenset[str]]:
 def offer(kernel) -> None:
     """Let compiles of this kernel find its prebuilt code from now on."""
     if _stored()[1]:
-        compat.call_before_compiles(kernel, _put_in_cache)
+        compat.call_before_compiles(kernel, put_in_cache)
 
 
-def _put_in_cache(request: compat.CompileRequest) -> None:
+def put_in_cache(request: compat.CompileRequest) -> None:
     """Put a prebuilt kernel into Triton's cache, unless the cache has it."""
     path, names = _stored()
     metadata = f"{request.name}.{METADATA}"

@@ -186,13 +186,15 @@ def launch_add_parts(sums, whole: int, out, residual, vectors, sizes, gate_strid
     """
     rows, columns, columns_out, _, tokens = sizes
     tiles, parts, block_m, _ = sums.shape
-    options = {name: value for name, value in constants.items() if name != "FP8"} | others
-    overlap = capability_of(sums.device) >= 90 and compat.PROGRAMMATIC
+    options = {"HAS_X_SCALE": True, "SCALE_STEP": 1} | constants | others
+    options.pop("FP8", None)
+    capability = capability_of(sums.device)
+    overlap = capability >= 90 and compat.PROGRAMMATIC
     strip = min(STRIP, block_m)
     launch(
         _add_parts_kernel, tiles * (block_m // strip), sums, out, residual, *vectors,
         rows, columns, columns_out, tokens, whole, parts, *gate_strides, residual.stride(0),
-        STRIP=strip, ASM=sums.is_cuda and torch.version.hip is None, OVERLAP=overlap, **options,
+        STRIP=strip, ASM=capability > 0, OVERLAP=overlap, **options,
         **({"launch_pdl": True} if overlap else {}), enable_fp_fusion=True,
     )  # fmt: skip
 
@@ -235,7 +237,7 @@ def launch_weight_only_linear(
             _weight_only_kernel, tiles * parts, flat, w, flat_out, residual, sums, *vectors, *sizes,
             flat.stride(0), w.stride(0), *gate_strides, residual.stride(0),
             BLOCK_K=tile.block_k, LANES=tile.lanes, PARTS=parts, STAGES=tile.num_stages, FP32=in_fp32,
-            ASM=x.is_cuda and torch.version.hip is None, OVERLAP=overlap, PREFETCH=prefetch,
+            ASM=capability > 0, OVERLAP=overlap, PREFETCH=prefetch,
             PREFETCH_ASM=prefetch_instruction(prefetch), **options, num_warps=tile.num_warps,
             num_stages=tile.num_stages, **({"launch_pdl": True} if overlap else {}), enable_fp_fusion=True,
         )  # fmt: skip

@@ -68,7 +68,8 @@ class FewRowsTile(NamedTuple):
         num_warps, num_stages: of a program.
         lanes: warps divide the depth of a step into so many pieces.
         parts: so many programs share a tile, each with some of the depth.
-        prefetch: bytes of each row of the weight that L2 reads while the launch before still runs; 0: none.
+        prefetch: bytes of each row of the weight that L2 reads while the launch before still runs, a multiple of 128;
+            0: none.
     """
 
     block_m: int
