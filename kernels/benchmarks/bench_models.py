@@ -72,6 +72,7 @@ def warmed(model, case, device, forwards: int) -> None:
 def measure(case, preset: str, device, csv: Path | None) -> str:
     """Time one case, append its rows, and return what to print. Raises: whatever the model raises."""
     model, first = make_model(case, device, torch.bfloat16), WARM_UP + GRAPHS_AFTER
+    _peak(device)  # making the model took more than a forward does
     with held_to("torch_sdpa_cudnn", device):
         warmed(model, case, device, 2)
         stock, wanted = timed(model, case, device, first)

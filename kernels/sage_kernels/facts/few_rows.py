@@ -21,8 +21,8 @@ class FewRows(NamedTuple):
         gpu: class of GPUs, see `crossover.gpu_class`, or ANY_GPU.
         weights: fewest elements of the weight, N · K, that the row is for.
         rows: most rows of a call that is few.
-        evidence: cases of benchmarks/results.csv, suite linear_few_rows, in which 16-bit rows are as fast as 8-bit
-            ones or faster. Empty: not measured, hence cautious.
+        evidence: cases of benchmarks/results.csv, suite linear_few_rows, in which an INT8 weight is faster than
+            one of 16 bit. Empty: not measured, hence cautious.
     """
 
     gpu: str
@@ -31,8 +31,13 @@ class FewRows(NamedTuple):
     evidence: tuple[str, ...] = ()
 
 
-# Hopper: above these, cuBLAS with 16-bit weights was as fast in a sweep of tiles, which no row of results.csv holds
-FEW_ROWS = (FewRows("hopper", 2**25, 32), FewRows("hopper", 0, 16), FewRows(ANY_GPU, 0, 16))
+# Hopper: above these, cuBLAS with 16-bit weights was as fast
+FEW_ROWS = (
+    FewRows("hopper", 2**26, 32, ("llama3_8b_up/rows_32", "llama3_70b_out/rows_32")),
+    FewRows("hopper", 2**24, 16, ("llama3_8b_out/rows_16", "llama3_8b_down/rows_16")),
+    FewRows("hopper", 0, 8, ("llama3_1b_out/rows_8", "llama3_1b_qkv/rows_8")),
+    FewRows(ANY_GPU, 0, 8),
+)
 # An eager call that no CUDA graph captures takes some 15 µs more on the host than a 16-bit one. A weight of so many
 # elements is read in 17 µs less, at 4 TB/s
 LEAST_EAGER = 2**26
