@@ -451,7 +451,8 @@ def add_parts(name: str, kind: str, fp8: bool = False) -> dict:
     constants = {
         "BLOCK_M": 256, "BLOCK_N": 128, "STRIP": STRIP, "GROUP": _GROUP, "HAS_BIAS": True,
         "ACTIVATION": GATED.get(activation, activation), "GATED": activation in GATED,
-        "GATE": gate, "HAS_RESIDUAL": gate != "none", "ASM": True, "OVERLAP": True,
+        "GATE": gate, "HAS_RESIDUAL": gate != "none", "ASM": True, "OVERLAP": True, "HAS_X_SCALE": True,
+        "SCALE_STEP": 1,
     }  # fmt: skip
     types = {"sums_ptr": "*fp32" if fp8 else "*i32"}
     types |= dict.fromkeys(("out_ptr", "residual_ptr", "bias_ptr", "gate_ptr"), "*bf16")
