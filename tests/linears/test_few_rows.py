@@ -13,7 +13,7 @@ from tests.support.tiny_language_models import MODELS
 
 
 pytest.importorskip("transformers")
-FEW = 16
+FEW = 8
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
