@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -63,11 +63,9 @@ class Expected(NamedTuple):
 
     def differs(self, results: Any) -> torch.Tensor:
         """Return, as bool [] on the device, if a replay's results, or the state after it, have other bits."""
-        pairs = [
-            *zip(self.results, tensors_of(results), strict=True),
-            *zip(self.learnt, self.state.learnt, strict=True),
-        ]
-        return torch.stack([(_bits(x) != _bits(y)).any() for x, y in pairs]).any()
+        return bits_differ(
+            [*zip(self.results, tensors_of(results), strict=True), *zip(self.learnt, self.state.learnt, strict=True)]
+        )
 
 
 def expected_of(denoiser: Any, run: Callable[[], Any]) -> Expected | None:
@@ -88,36 +86,39 @@ def expected_of(denoiser: Any, run: Callable[[], Any]) -> Expected | None:
             before.restore()
 
 
-class Verdicts:
-    """Results of comparisons, which stay on the device until somebody settles them.
+def bits_differ(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    """Return, as bool [] on the device, if any pair of tensors of one shape and dtype has different bits."""
+    return torch.stack([(_bits(x) != _bits(y)).any() for x, y in pairs]).any()
 
-    Attributes: differing: number of graphs that were dropped.
-    """
+
+def _bits(x: torch.Tensor) -> torch.Tensor:
+    x = x.contiguous()
+    return (x if x.dim() else x[None]).view(torch.uint8)
+
+
+class Verdicts:
+    """Results of comparisons, which stay on the device until somebody settles them."""
 
     def __init__(self) -> None:
-        self.differing = 0
-        self._new: list[tuple[torch.Tensor, Any, Callable[[], None]]] = []
-        self._sent: list[tuple[torch.Tensor, Any, list[tuple[Any, Callable[[], None]]]]] = []
+        self._new: list[tuple[torch.Tensor, Callable[[], None]]] = []
+        self._sent: list[tuple[torch.Tensor, Any, list[Callable[[], None]]]] = []
 
-    def add(self, expected: Expected, results: Any, module: Any, drop: Callable[[], None]) -> None:
-        """Compare a replay's results with the expected ones. drop(): gives the module's graph up."""
-        try:
-            self._new.append((expected.differs(results), module, drop))
-        except RuntimeError as error:  # no memory for it
-            logger.debug("graphs: a replay is not compared: %s", error)
+    def add(self, differs: torch.Tensor, drop: Callable[[], None]) -> None:
+        """Note a comparison. differs: bool [] on the device. drop(): called if it says so."""
+        self._new.append((differs, drop))
 
     def send(self) -> None:
         """Copy new comparisons to the host. Does not wait for them."""
         new, self._new = self._new, []
         if not new:
             return
-        flags, event = torch.stack([flag for flag, _, _ in new]), None
+        flags, event = torch.stack([flag for flag, _ in new]), None
         if flags.is_cuda:
             host = torch.empty(flags.shape, dtype=torch.bool, pin_memory=True).copy_(flags, non_blocking=True)
             event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(flags.device))
             flags = host
-        self._sent.append((flags, event, [(module, drop) for _, module, drop in new]))
+        self._sent.append((flags, event, [drop for _, drop in new]))
 
     def settle(self, *, wait: bool) -> None:
         """Drop the graphs that differed.
@@ -125,25 +126,15 @@ class Verdicts:
         wait: wait for comparisons that are still under way. Without it they stay for later.
         """
         while self._sent:
-            flags, event, graphs = self._sent[0]
+            flags, event, drops = self._sent[0]
             if event is not None and not wait and not event.query():
                 return
             if event is not None:
                 event.synchronize()
             del self._sent[0]
-            for (module, drop), is_other in zip(graphs, flags.tolist(), strict=True):
+            for drop, is_other in zip(drops, flags.tolist(), strict=True):
                 if is_other:
                     drop()
-                    if not self.differing:
-                        name = getattr(type(module), "_sage_base", type(module)).__name__
-                        logger.warning(
-                            "graphs: a replay of %s gave other bits than an eager call; it is dropped", name
-                        )
-                    self.differing += 1
-
-
-def _bits(x: torch.Tensor) -> torch.Tensor:
-    return x.contiguous().view(torch.uint8) if x.dim() else x.reshape(1).view(torch.uint8)
 
 
 def _learnt(denoiser: Any) -> Iterator[torch.Tensor]:

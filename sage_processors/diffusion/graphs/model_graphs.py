@@ -22,7 +22,7 @@ from ...patching.nested import UnknownValueError, kind_of, mapped, tensors_of
 from ...postponed.tensor import version_of
 from ..host.innermost import own_forward
 from .blocks import BlockCall, repeated_blocks
-from .call_graphs import CallGraphs
+from .call_graphs import CallGraphs, Graph
 from .capture import CaptureError, Captures, Recorded, tidy
 from .comparison import EVERY, Verdicts, expected_of
 
@@ -53,6 +53,7 @@ class ModelGraphs:
         partly: number of forwards in which only blocks came from graphs.
         eager: {reason: number of forwards that ran eagerly}.
         block_replays: number of blocks' calls from graphs, in `partly`.
+        differing: number of graphs that were dropped, as a replay gave other bits than an eager call.
         block_eager: {reason: number of blocks' calls that ran eagerly}, in forwards that tried blocks.
         lines: {class of the module: the line that made its capture fail}.
     """
@@ -73,7 +74,7 @@ class ModelGraphs:
         self._without_room: set[Any] = set()
         self._verdicts = Verdicts()
         self._run, self._begun, self._is_first, self._is_tidy = 0, None, False, False
-        self.replays = self.partly = self.block_replays = 0
+        self.replays = self.partly = self.block_replays = self.differing = 0
         self.eager, self.block_eager, self.lines = Counter[str](), Counter[str](), dict[str, str]()
 
     @property
@@ -81,11 +82,6 @@ class ModelGraphs:
         """The model's device."""
         found: torch.device = self.denoiser.device
         return found
-
-    @property
-    def differing(self) -> int:
-        """Number of graphs that were dropped, as a replay gave other bits than an eager call."""
-        return self._verdicts.differing
 
     @property
     def memory(self) -> int:
@@ -234,9 +230,19 @@ class ModelGraphs:
             counter.add_eager(event, calls)
         results = mapped(graph.results, torch.clone)  # the next replay overwrites the originals
         if compared is not None:
-            drop = functools.partial(graphs.give_up, kind, graph, "differs")
-            self._verdicts.add(compared, results, graphs.module, drop)
+            try:
+                self._verdicts.add(compared.differs(results), functools.partial(self._drop, graphs, kind, graph))
+            except RuntimeError as error:  # no memory for it
+                logger.debug("graphs: a replay is not compared: %s", error)
         return (results,)
+
+    def _drop(self, graphs: CallGraphs, kind: tuple[Any, ...], graph: Graph) -> None:
+        """Give up a graph whose replay gave other bits than an eager call. Logs the first."""
+        graphs.give_up(kind, graph, "differs")
+        if not self.differing:
+            name = getattr(type(graphs.module), "_sage_base", type(graphs.module)).__name__
+            logger.warning("graphs: a replay of %s gave other bits than an eager call; it is dropped", name)
+        self.differing += 1
 
     def _kind_of_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:

@@ -97,6 +97,10 @@ class ModelState:
         are_there = all(map(operator.is_, map(operator.getitem, self._containers, self._keys), self._tensors))
         return are_there and self._memory == self._where_and_when()
 
+    def has_moved(self) -> bool:
+        """True if a tensor has other memory than at the capture: a replay would read what may be gone."""
+        return self._memory[: len(self._tensors)] != list(map(torch.Tensor.data_ptr, self._tensors))
+
     def _where_and_when(self) -> list[int]:
         """Return the addresses of all tensors and the counts of writes to them."""
         return [*map(torch.Tensor.data_ptr, self._tensors), *map(VERSION, self._counted)]

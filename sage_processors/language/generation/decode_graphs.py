@@ -16,12 +16,13 @@ import torch
 
 from sage_kernels.compat import is_unobserved
 
+from ...diffusion.graphs.comparison import Verdicts, bits_differ
 from ...diffusion.graphs.model_state import ModelState, obstacle, refresh_weights
 from ...patching.nested import UnknownValueError, kind_of, mapped, tensors_of
 from ...reporting.event_counter import collected, settle_with
 from ..kv_cache import Int8KVCache
 from ..masks import adds_masks, mask_of_step
-from .comparing import Verdicts, agree, bits_differ
+from .comparing import agree
 from .step_cache import Buffers, StepCache, count_token
 from .steps import MASKS, Graph, Step, first_line, new_tokens, restore, step_of, summed
 
@@ -110,7 +111,7 @@ class DecodeGraphs:
 
         The cache counts the token only at the end. Until then whatever was written lies behind its tokens.
         """
-        self.verdicts.settle()
+        self.verdicts.settle(wait=False)
         cache = kwargs[name]
         step = step_of(args, kwargs, name)
         reason = step if isinstance(step, str) else self._reason_against(step)
@@ -127,7 +128,11 @@ class DecodeGraphs:
         if kind in self._refused:
             return self._refused[kind]
         graph = held.graphs.pop(kind, None)
-        if graph is not None and not held.is_checked and not self._is_current(graph, held):
+        if (
+            graph is not None
+            and (not held.is_checked)
+            and not self._is_current(graph, held)
+        ):
             return "changed"
         if graph is None:
             found = self._without_graph(step, held, kind)
@@ -227,6 +232,7 @@ class DecodeGraphs:
                 *zip(ends, held.ends(step.seen), strict=True),
             ]
             self.verdicts.add(bits_differ(pairs), lambda: self._drop(held, kind, graph))
+            self.verdicts.send()
             for place, x in zip(held.ends(step.seen), ends, strict=True):
                 place.copy_(x)
             found = wanted

@@ -10,7 +10,6 @@ import gc
 
 import pytest
 import torch
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 
 pytest.importorskip("transformers", reason="transformers is not installed")
@@ -22,35 +21,23 @@ from sage_processors.language.generation import decode_graphs  # noqa: E402
 from sage_processors.language.generation.decode_graphs import DecodeGraphs  # noqa: E402
 from sage_processors.language.generation.step_cache import MOST_SETS, StepCache, bucket  # noqa: E402
 from sage_processors.reporting.event_counter import collected  # noqa: E402
+from tests.support import cpu_graphs  # noqa: E402
 from tests.support.tiny_language_models import MODELS, VOCABULARY  # noqa: E402
 
 
 ROOM = 200
 
 
-class Recorder:
-    """In the place of CUDA. error: added to what replays compute. fault: raised by replays."""
+class Recorder(cpu_graphs.Recorder):
+    """Its replays count nothing, as CUDA runs no Python. fault: raised by them."""
 
-    def __init__(self, error=0.0):
-        self.captures, self.error, self.is_recording, self.fault = 0, error, False, None
+    fault = None
 
-    def __call__(self, run, device):
-        self.captures += 1
-        self.is_recording = True
-        try:
-            results = tree_map_only(torch.Tensor, torch.clone, run())
-        finally:
-            self.is_recording = False
-
-        def replay():
-            if self.fault is not None:
-                raise self.fault
-            with collected():  # CUDA runs no Python
-                found = run()
-            for place, result in zip(tree_leaves(results), tree_leaves(found), strict=True):
-                place.copy_(result + self.error)
-
-        return results, replay
+    def again(self, run):
+        if self.fault is not None:
+            raise self.fault
+        with collected():
+            return run()
 
 
 def ids_of(batch=2, length=70, seed=3):
@@ -309,6 +296,23 @@ def test_a_changed_model_is_seen(graphs):
     model.model.layers[0].register_forward_hook(lambda *args: seen.append(1))
     assert torch.equal(tokens(model, sp.Int8KVCache(model.config, ROOM)), want)
     assert len(seen) >= 20 and made.eager["hooks"]
+
+
+def test_no_replay_reads_memory_that_a_weight_has_left(graphs):
+    model, made = graphs()
+    tokens(model, sp.Int8KVCache(model.config, ROOM))
+    weight, late = model.model.layers[1].mlp.down_proj.weight, []
+    graph, memory = next(iter(made.buffers.sets[0].graphs.values())), weight.data_ptr()
+    replay = graph.replay
+    graph.replay = lambda: (late.append(weight.data_ptr() != memory), replay())
+
+    def moves(ids, scores):
+        if ids.shape[1] == 80:
+            weight.data = weight.data.clone()
+        return scores
+
+    tokens(model, sp.Int8KVCache(model.config, ROOM), logits_processor=[moves])
+    assert late and not any(late) and made.eager["changed"] == 1 and weight.data_ptr() != memory
 
 
 def test_a_cache_alone_replays_and_apply_takes_the_graphs_over(graphs):
