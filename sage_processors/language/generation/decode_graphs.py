@@ -128,12 +128,9 @@ class DecodeGraphs:
         if kind in self._refused:
             return self._refused[kind]
         graph = held.graphs.pop(kind, None)
-        if (
-            graph is not None
-            and (not held.is_checked)
-            and not self._is_current(graph, held)
-        ):
-            return "changed"
+        if graph is not None and (graph.state.has_moved() or not held.is_checked):
+            if not self._is_current(graph, held):
+                return "changed"
         if graph is None:
             found = self._without_graph(step, held, kind)
         else:
