@@ -68,6 +68,21 @@ def linear_rivals(rows: list[dict[str, str]]) -> str:
     return f"× stock, a forward (relative L1 of its output):\n\n{markdown_table(header, lines)}"
 
 
+def models(rows: list[dict[str, str]]) -> str:
+    """Return a table of denoisers with preset "fast": a line for the newest run of each."""
+    runs: dict[tuple[str, str], dict[tuple[str, str], dict[str, str]]] = {}
+    for row in rows:
+        if row["suite"] == "models" and row["recipe"] in ("", "preset_fast"):
+            runs.setdefault((row["case"], row["gpu"]), {})[row["recipe"], row["metric"]] = row
+    lines = []
+    for (case, gpu), run in runs.items():
+        stock, ours = (float(run[recipe, "time"]["median"]) for recipe in ("", "preset_fast"))
+        error, commit = run["preset_fast", "rel_l1"]["median"], run["preset_fast", "time"]["commit"]
+        lines.append([case, gpu, commit, f"{stock:.1f}", f"{ours:.1f}", f"{ours / stock:.2f}", error])
+    header = ["model", "GPU", "commit", "stock, ms", '"fast", ms', "share of stock's time", "relative L1"]
+    return markdown_table(header, lines) if lines else "No rows yet: `kernels/benchmarks/bench_models.py` on a GPU."
+
+
 def mixed(rows: list[dict[str, str]]) -> str:
     """Return tables of the newest run of bench_mixed.py at its default length.
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from sage_processors.files.whole_file import write_whole
 
 from .headline import figures_markdown
-from .kernel_tables import cold_start, linear_rivals, linears, mixed, recipe_errors
+from .kernel_tables import cold_start, linear_rivals, linears, mixed, models, recipe_errors
 from .tables import launch_layers, peers, results_markdown
 
 
@@ -40,6 +40,7 @@ def sections(rows: list[dict[str, str]]) -> dict[str, str]:
         "linear_rivals": linear_rivals(rows),
         "cold_start": cold_start(rows),
         "mixed": mixed(rows),
+        "models": models(rows),
         "recipe_errors": recipe_errors(rows),
         "layers": launch_layers([row for row in rows if row["suite"] == "end_to_end"]),
     }

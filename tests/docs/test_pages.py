@@ -152,7 +152,18 @@ TYPED = {  # the few numbers with a unit in prose: where they come from
 def _ms_a_token(recipe: str) -> float:
     rows = read_rows(ROOT / "kernels" / "benchmarks" / "results.csv")
     times = [row for row in rows if (row["suite"], row["metric"]) == ("generate", "time")]
-    return float([row["median"] for row in times if row["recipe"] == recipe][-1])
+    return float([row["median"] for row in times if recipe in (row["recipe"], row["provider"])][-1])
+
+
+def test_times_of_text_are_those_of_rows():
+    text = " ".join(read("docs/language.md").split())
+    alone, stock = _ms_a_token("attention_and_cache"), _ms_a_token("stock_static_compiled")
+    assert f"and {alone:.1f} with attention and cache alone" in text and f"compiled, takes {stock:.1f}" in text
+    rows = [r for r in read_rows(ROOT / "kernels" / "benchmarks" / "results.csv") if r["suite"] == "linear_few_rows"]
+    newest = {r["case"]: float(r["ratio_vs_cudnn"]) for r in rows if r["recipe"] == "linears_int8_weights"}
+    few = [x for case, x in newest.items() if case.startswith("llama3_8b") and int(case.rpartition("_")[2]) <= 8]
+    text = " ".join(read("docs/linears.md").split())
+    assert f"by 1 to 8 rows {min(few):.2f} to {max(few):.2f} times as fast" in text
 
 
 def _row_maxima_limit() -> int:

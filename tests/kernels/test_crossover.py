@@ -9,7 +9,7 @@ import torch
 
 import sage_kernels
 import sage_processors as sp
-from sage_kernels.facts import crossover
+from sage_kernels.facts import crossover, few_rows
 from sage_kernels.results import read_rows
 from sage_kernels.testing import relative_l2
 from tests.language.test_transformers_attention import forward, tiny
@@ -65,6 +65,25 @@ def test_a_row_is_what_was_measured(row):
             lengths.append(min(int(ours["seq_q"]), int(ours["seq_k"])))
             scores.append(int(ours["batch"]) * int(ours["heads"]) * int(ours["seq_q"]) * int(ours["seq_k"]))
     assert row.tokens == min(lengths) and 0 < row.scores <= min(scores)
+
+
+def test_few_rows_are_multiplied_faster_than_with_16_bit_weights(monkeypatch):
+    """In the newest row of every case that the table takes for few, the 8-bit weight wins, in either format."""
+    monkeypatch.setattr(few_rows, "gpu_class", lambda device: "hopper")
+    measured = [r for r in read_rows(RESULTS) if r["suite"] == "linear_few_rows" and r["provider"] == "sage_kernels"]
+    newest = {(r["case"], r["recipe"]): r for r in measured}
+    seen = set()
+    for (case, recipe), r in newest.items():
+        format, _, kind = recipe.removeprefix("linears_").partition("_")
+        if kind != "weights":
+            continue
+        few_rows.most_rows.cache_clear()
+        limit = few_rows.most_rows(torch.device("cuda"), format, int(r["seq_q"]) * int(r["seq_k"]))
+        if int(case.rpartition("_")[2]) <= limit:
+            assert float(r["ratio_vs_cudnn"]) > 1, (case, recipe)
+            seen.add((format, limit))
+    few_rows.most_rows.cache_clear()
+    assert seen == {("int8", 8), ("int8", 16), ("int8", 32), ("fp8", 8)}
 
 
 def test_short_prompts_and_decoding_stay_exact_on_every_gpu():

@@ -19,24 +19,22 @@ class FewRows(NamedTuple):
 
     Attributes:
         gpu: class of GPUs, see `crossover.gpu_class`, or ANY_GPU.
+        format: of the weight, "int8" or "fp8"; "" for both.
         weights: fewest elements of the weight, N · K, that the row is for.
         rows: most rows of a call that is few.
-        evidence: cases of benchmarks/results.csv, suite linear_few_rows, in which an INT8 weight is faster than
-            one of 16 bit. Empty: not measured, hence cautious.
     """
 
     gpu: str
+    format: str
     weights: int
     rows: int
-    evidence: tuple[str, ...] = ()
 
 
-# Hopper: above these, cuBLAS with 16-bit weights was as fast
+# Hopper: above these, cuBLAS with 16-bit weights was as fast in a case of suite linear_few_rows. Others: not measured
 FEW_ROWS = (
-    FewRows("hopper", 2**26, 32, ("llama3_8b_up/rows_32", "llama3_70b_out/rows_32")),
-    FewRows("hopper", 2**24, 16, ("llama3_8b_out/rows_16", "llama3_8b_down/rows_16")),
-    FewRows("hopper", 0, 8, ("llama3_1b_out/rows_8", "llama3_1b_qkv/rows_8")),
-    FewRows(ANY_GPU, 0, 8),
+    FewRows("hopper", "int8", 2**26, 32),
+    FewRows("hopper", "int8", 2**24, 16),
+    FewRows(ANY_GPU, "", 0, 8),
 )
 # An eager call that no CUDA graph captures takes some 15 µs more on the host than a 16-bit one. A weight of so many
 # elements is read in 17 µs less, at 4 TB/s
@@ -44,22 +42,21 @@ LEAST_EAGER = 2**26
 
 
 @functools.cache
-def most_rows(device: torch.device, weights: int) -> int:
+def most_rows(device: torch.device, format: str, weights: int) -> int:
     """Return the most rows that are few for a weight of N · K elements on a device; 0 on a CPU."""
     gpu = gpu_class(device)
-    return (
-        next((row.rows for row in FEW_ROWS if row.gpu in (gpu, ANY_GPU) and weights >= row.weights), 0) if gpu else 0
-    )
+    fits = (row for row in FEW_ROWS if row.gpu in (gpu, ANY_GPU) and row.format in (format, ""))
+    return next((row.rows for row in fits if weights >= row.weights), 0) if gpu else 0
 
 
 # traced code asks once, while it is traced: the answer depends on the arguments alone
 _traced_most_rows = torch.compiler.assume_constant_result(lambda *arguments: most_rows(*arguments))
 
 
-def are_few(device: torch.device, rows: int, columns: int, depth: int) -> bool:
-    """Return True if x [rows, depth] should stay in 16 bit for an 8-bit weight [columns, depth].
+def are_few(device: torch.device, format: str, rows: int, columns: int, depth: int) -> bool:
+    """Return True if x [rows, depth] should stay in 16 bit for a weight [columns, depth] of this format.
 
     No device sync, traceable by Dynamo.
     """
     limit = _traced_most_rows if torch.compiler.is_compiling() else most_rows
-    return rows <= limit(device, columns * depth)
+    return rows <= limit(device, format, columns * depth)

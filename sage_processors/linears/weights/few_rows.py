@@ -25,7 +25,7 @@ def is_few(state: LinearState, x: torch.Tensor, dtype: torch.dtype) -> bool:
     if dtype not in _DTYPES or (state.probe is not None and state.probe.shared.on):
         return False
     depth = x.shape[-1]
-    return depth > 0 and are_few(x.device, x.numel() // depth, _columns(state), depth)
+    return depth > 0 and are_few(x.device, state.format, x.numel() // depth, _columns(state), depth)
 
 
 def pays_eagerly(state: LinearState, x: torch.Tensor) -> bool:

@@ -37,8 +37,9 @@ def _weight_only_kernel(
     GATE: tl.constexpr, HAS_RESIDUAL: tl.constexpr, FP32: tl.constexpr, ASM: tl.constexpr, OVERLAP: tl.constexpr,
     SCALE_STEP: tl.constexpr, PREFETCH: tl.constexpr, PREFETCH_ASM: tl.constexpr,
 ):  # fmt: skip
-    """Compute out [rows, columns_out] from x [rows, depth] and codes w [columns, depth]. Grid: tiles · PARTS.
+    """Multiply a few rows by a weight in 8 bit.
 
+    x [rows, depth], codes w [columns, depth], out [rows, columns_out]. Grid: tiles · PARTS.
     A code is exact in 16 bit, and its product with a 16-bit number is exact in fp32. FP32: multiply in fp32.
     LANES: warps divide the depth of a step among them, so that a tile with few rows of the weight keeps them all busy.
     PARTS: so many programs share a tile, each multiplies some of the depth and leaves sums [BLOCK_M, BLOCK_N] for
