@@ -43,7 +43,7 @@ _HOMES = {
     "diffusers_backend_report": "diffusion.reports.backend_report",
     "handle_of": "diffusion.handle",
     "processors_for": "diffusion.by_name",
-    "quantize_linears": "linears.swap",
+    "quantize_linears": "linears.quantize",
     "read_policy": "calibration.policy_files",
     "register_diffusers_backend": "diffusion.calls.backend",
     "register_transformers": "language.attention",

@@ -27,8 +27,8 @@ from .language.attention import register_transformers as register_transformers
 from .language.generation.handle import LanguageHandle as LanguageHandle
 from .language.kv_cache import Int8KVCache as Int8KVCache
 from .language.kv_cache import Int8KVCacheError as Int8KVCacheError
+from .linears.quantize import quantize_linears as quantize_linears
 from .linears.swap import LinearSwap as LinearSwap
-from .linears.swap import quantize_linears as quantize_linears
 from .loading.config import SageConfig as SageConfig
 from .option_groups import Keep as Keep
 from .option_groups import LayerRule as LayerRule

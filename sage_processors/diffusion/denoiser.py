@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,10 +16,10 @@ from sage_kernels.planning.rules import rule_for
 from sage_kernels.planning.state import ScaleState, Site
 
 from ..linears.leftovers import take_out_leftovers
-from ..linears.swap import LOADED, LinearSwap, swap_of
+from ..linears.swap import LinearSwap, swap_of
+from ..linears.swap_checks import LOADED
 from ..torch_modes import AsUnderNoGrad
 from .calls.call_reasons import layer_reason
-from .calls.processor_state import ProcessorState
 from .calls.row_maxima_op import keep_rows_of
 from .calls.sage_class import attention_calls_in, count_bypassed, is_pag, is_sage, sage_class, swap
 from .graphs.model_graphs import ModelGraphs
@@ -28,37 +27,11 @@ from .heads.head_norms import HeadNorms
 from .host.discovery import attention_modules, device_of, discover_sites, put_processor, signs_of
 from .host.patches import Patches
 from .host.root_hook import RootHook
+from .layer import Layer
 from .site_state import Parked, lists_of_layers, place_lists
 from .steps.forwards import Forwards
 from .steps.noise_level import TimestepReader
 from .steps.windows import is_kept
-
-
-@dataclass
-class Layer:
-    """One attention module, with its original processor and our Sage processor."""
-
-    name: str
-    module: nn.Module
-    original: Any
-    sage: Any
-    site_indices: list = field(default_factory=list)  # into the ScaleState, one per call site; None: unplanned
-
-    def __post_init__(self):
-        self._attributes = dict(self.original.__dict__)
-
-    @property
-    def own(self) -> ProcessorState:
-        """The state that our processor keeps beside the attributes of the original."""
-        state: ProcessorState = self.sage._sage
-        return state
-
-    def give_back(self):
-        """Return the original processor, with the attributes that were set on ours since the swap."""
-        for name, value in self.sage.__dict__.items():  # such as the attention back end, an IP-Adapter's scale
-            if name != "_sage" and self._attributes.get(name, self) is not value:
-                self.original.__dict__[name] = value
-        return self.original
 
 
 class Denoiser:

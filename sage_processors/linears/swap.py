@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
-from fnmatch import fnmatchcase
-from typing import Any, Literal
+from collections.abc import Collection
+from typing import Any
 
 import torch
 from torch import nn
 
 from sage_kernels.facts.crossover import NEVER
 
-from ..option_groups import LinearFormat, Linears
+from ..option_groups import Linears
 from ..patching.block_state import has_place
 from ..patching.on_import import when_imported
 from ..patching.patched import Owner, is_left
@@ -26,24 +25,13 @@ from .postponed.norm_layers import NormState, norm_form, norm_width
 from .qkv import join_neighbours
 from .report import LinearReport, notes_of, rows_of
 from .short_forwards import ShortForwards, shapes_of
-from .swap_checks import checked_options
+from .swap_checks import DROPPED, agree_with
 from .swap_hooks import EndHook, PrepareHook
 from .weights.fingerprints import are_changed
 from .weights.layers import Choice, choose, repeated_blocks
 from .weights.linear_state import LEAST_WORK, LinearState, Shared, is_timed, linear_state
 from .weights.room import Room
 from .weights.storage import Storage, is_captured, placeholder
-
-
-DROPPED = (
-    "weight of {}: got a model whose 16-bit weights were dropped (drop_weights=True) or never loaded (SageConfig), "
-    "expected one that has them; load the model again"
-)
-
-LOADED = (
-    "linears: got options for other 8-bit layers than {} was loaded with (SageConfig({!r})), expected the same "
-    "format and layers, or linears='none'; load the model again with another SageConfig for others"
-)
 
 
 class LinearSwap:
@@ -359,12 +347,7 @@ class LinearSwap:
         format, least = self.loaded
         if linears.format not in ("none", format) or linears.min_features not in (None, least):
             return False
-        for choice in self.choices:
-            own = f"{name}.{choice.name}" if name else choice.name
-            wanted = next((value for pattern, value in layers if fnmatchcase(own, pattern)), choice.format)
-            if wanted != choice.format:
-                return False
-        return True
+        return agree_with(layers, self.choices, name)
 
     def count_anew(self) -> None:
         """Set all counts to zero."""
@@ -402,40 +385,6 @@ class LinearSwap:
     def __repr__(self) -> str:
         state = f"{len(self._states)} layers" if self._active else "removed"
         return f"<sage_processors.LinearSwap: {self._options['linears']}, {state}>"
-
-
-def quantize_linears(
-    model: nn.Module,
-    linears: LinearFormat = "int8",
-    *,
-    layers: Mapping[str, LinearFormat] | Iterable[tuple[str, LinearFormat]] = (),
-    min_features: int | None = None,
-    on_unsupported: Literal["fallback", "raise"] = "fallback",
-    drop_weights: bool = False,
-) -> LinearSwap:
-    """Run the linear layers of a transformers model, or of any module, in 8 bit.
-
-    Args:
-        model: any nn.Module; layers outside of its repeated blocks, embeddings, routers and lm_head stay in 16 bit.
-        linears: "int8", "fp8" or "none", for layers that no pattern of `layers` matches.
-        layers: {name pattern: format}, or pairs. The first match counts, also for protected and small layers.
-        min_features, drop_weights: as in `sage_processors.Linears`.
-        on_unsupported: as in SageAttnProcessor.
-    Returns: a LinearSwap: report(), refresh(), remove(). Calling it again replaces the options.
-    Raises: TypeError, ValueError for options of a wrong type or value. The model is then unchanged.
-    """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model: got {type(model).__name__}, expected a torch.nn.Module")
-    model = getattr(model, "_orig_mod", model)
-    names = [c.name for c in choose(model, label=str, linears="none")]
-    pairs = checked_options(names, linears, layers, min_features, on_unsupported, drop_weights)
-    if (earlier := swap_of(model)) is not None:
-        earlier.remove()
-    options: dict[str, Any] = {"linears": linears, "layers": pairs, "min_features": min_features}
-    swap = LinearSwap(model, on_unsupported=on_unsupported, drop_weights=drop_weights, **options)
-    if drop_weights:
-        swap.drop()
-    return swap
 
 
 def swap_of(model: nn.Module) -> LinearSwap | None:

@@ -9,6 +9,18 @@ from typing import Any
 from ..option_checks import flag, one_of, whole
 from ..option_groups import LINEARS
 from ..options import ON_UNSUPPORTED, SageAttnProcessor
+from .weights.layers import Choice
+
+
+DROPPED = (
+    "weight of {}: got a model whose 16-bit weights were dropped (drop_weights=True) or never loaded (SageConfig), "
+    "expected one that has them; load the model again"
+)
+
+LOADED = (
+    "linears: got options for other 8-bit layers than {} was loaded with (SageConfig({!r})), expected the same "
+    "format and layers, or linears='none'; load the model again with another SageConfig for others"
+)
 
 
 def check_patterns_of(config: SageAttnProcessor, names: Collection[str]) -> None:
@@ -23,6 +35,18 @@ def _check_patterns(option: str, patterns: Iterable[str], names: Collection[str]
                 f"{option}: got {pattern!r}, which matches no linear layer, expected a pattern of names such as "
                 f"{list(names)[:3]}"
             )
+
+
+def agree_with(rules: Iterable[tuple[str, str]], choices: Iterable[Choice], name: str) -> bool:
+    """Return True if the first rule that matches a layer names its format, for all layers.
+
+    name: of the model in its pipeline, with which patterns may begin; "" for none.
+    """
+    for choice in choices:
+        own = f"{name}.{choice.name}" if name else choice.name
+        if next((value for pattern, value in rules if fnmatchcase(own, pattern)), choice.format) != choice.format:
+            return False
+    return True
 
 
 def checked_options(

@@ -12,8 +12,8 @@ from torch import nn
 
 import sage_processors as sp
 from sage_processors.linears import modules, swap
+from sage_processors.linears.quantize import quantize_linears
 from sage_processors.linears.short_forwards import shapes_of
-from sage_processors.linears.swap import quantize_linears
 from sage_processors.linears.weights import linear_state as weights
 from sage_processors.linears.weights.linear_state import linear_state
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from ...linears.swap import LinearSwap, quantize_linears, swap_of
+from ...linears.quantize import quantize_linears
+from ...linears.swap import LinearSwap, swap_of
 from ...option_groups import OF_ATTENTION, Keep, Scaling
 from ...options import SageAttnProcessor
 from ...patching.block_state import block_state, forget
