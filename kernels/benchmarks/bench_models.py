@@ -111,7 +111,7 @@ def measure(case, preset: str, device, csv: Path | None) -> str:
     return (
         f"{case.name:24} stock {statistics.median(stock):8.2f} ms  ours {statistics.median(ours):8.2f} ms  "
         f"{1 / ratio:.3f} of stock's time  L1 {l1:.4f}  {peaks[0]:.1f} -> {peaks[1]:.1f} GiB  {from_graphs}  "
-        f"exact {dict(report.fallbacks)}"
+        f"16 bit {dict(report.fallbacks)}"
     )
 
 

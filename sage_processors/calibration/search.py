@@ -29,11 +29,11 @@ from sage_kernels.facts.recipe import MIXED_RECIPE
 from ..files.whole_file import check_output
 from ..option_groups import LINEARS, LayerRule
 from ..options import SageAttnProcessor
-from ..reporting.layer_report import NOTHING_RAN
 from . import layer_choices, policy_files, skip_choices
 from .candidates import candidate_sequences
 from .layer_choices import Choice, Way
 from .trials import Trials, numbers_of, progress_bar
+from .verdict import verdict_of
 
 
 if TYPE_CHECKING:
@@ -93,25 +93,7 @@ class Calibration:
     @property
     def verdict(self) -> str:
         """Return the budget and what was reached on fresh seeds as a sentence."""
-        (name, limit), found = next(iter(self.budget.items())), self.result
-        asked = f"PSNR of {limit:g} dB or more" if name == "target_psnr" else f"attention error of {limit:g} or less"
-        if not found["int8_share"]:
-            return f"Budget, {asked}: {'met' if self.met else 'NOT met'}, but {NOTHING_RAN}."
-        numbers = [
-            f"{found['int8_share']:.0%} of the calls in INT8, attention in {found['cost']:.2f} of its 16-bit time"
-        ]
-        if "psnr_db" in found:
-            numbers.append(f"PSNR {found['psnr_db']:.2f} dB (mean; worst picture {found['psnr_db_worst']:.2f})")
-        if found.get("attention_error"):
-            numbers.append(f"attention error {found['attention_error']:.2g} (worst layer)")
-        names = {
-            "linear_share": "{:.0%} of the linear layers' work in 8 bit",
-            "skipped_fraction": "{:.0%} of tiles skipped",
-        }
-        numbers += [text.format(found[name]) for name, text in names.items() if name in found]
-        return (
-            f"Budget, {asked}: {'met' if self.met else 'NOT met; the nearest'} on fresh seeds: {', '.join(numbers)}."
-        )
+        return verdict_of(self.budget, self.met, self.result)
 
 
 def calibrate(

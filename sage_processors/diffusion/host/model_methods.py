@@ -87,7 +87,8 @@ _PATCHES = {module: functools.partial(_patch, module) for module in _CLASSES}
 def add_model_methods(swap: Callable[..., Any]) -> None:
     """Patch diffusers' classes, now or when it loads them.
 
-    swap: called as swap(pipeline or model, processor)."""
+    swap: called as swap(pipeline or model, processor).
+    """
     _swaps.append(swap)
     for module, patch in _PATCHES.items():
         when_imported(module, patch, ready=_CLASSES[module][0])
