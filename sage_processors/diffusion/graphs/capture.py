@@ -76,7 +76,7 @@ class Captures:
         This successful capture also ends the capturing mode in which a broken one leaves PyTorch's generator.
         """
         self._pool = torch.cuda.graph_pool_handle()
-        place, graph = torch.zeros(1, device=self._device), torch.cuda.CUDAGraph()
+        place, graph = torch.zeros(1, device=self._device, dtype=torch.float32), torch.cuda.CUDAGraph()
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         place.add_(1)
         graph.capture_end()

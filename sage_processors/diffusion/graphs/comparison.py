@@ -114,7 +114,9 @@ class Verdicts:
             return
         flags, event = torch.stack([flag for flag, _ in new]), None
         if flags.is_cuda:
-            host = torch.empty(flags.shape, dtype=torch.bool, pin_memory=True).copy_(flags, non_blocking=True)
+            host = torch.empty(flags.shape, dtype=torch.bool, device="cpu", pin_memory=True).copy_(
+                flags, non_blocking=True
+            )
             event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(flags.device))
             flags = host

@@ -107,7 +107,7 @@ def rate(
     state = _started(folder, settings)
     (folder / "pictures").mkdir(exist_ok=True)
     score = None if clip is None else ClipScore(clip, pipe.device)
-    zeros = torch.zeros(1, 3, 64, 64)
+    zeros = torch.zeros(1, 3, 64, 64, dtype=torch.float32, device="cpu")
     missing = usable("LPIPS", lambda: metrics.lpips(zeros, zeros))
     state["notes"] = [missing] if missing else []
     draw = {"steps": steps, "on_step": on_step, **(arguments or {})}

@@ -46,7 +46,15 @@ def row(name: str, calls: int = 28, fallbacks=None, **more) -> dict:
 
 
 def linear(name: str, calls: int = 2, fallbacks=None, **more) -> dict:
-    values = {"status": "active", "format": "int8", "compiled_calls": 0, "rel_l2": None, "bytes_saved": 0, "note": ""}
+    values = {
+        "status": "active",
+        "format": "int8",
+        "compiled_calls": 0,
+        "few_row_calls": 0,
+        "rel_l2": None,
+        "bytes_saved": 0,
+        "note": "",
+    }
     return {"layer": name, "calls": calls, "fallbacks": fallbacks or {}} | values | more
 
 
