@@ -16,6 +16,8 @@ pytest.importorskip("transformers")
 
 import sage_processors as sp
 from sage_processors.evaluation import language
+from sage_processors.language.report import SHARED_COUNTER
+from sage_processors.reporting.event_counter import zero_shared
 from tests.support.repository import ROOT
 
 
@@ -29,6 +31,7 @@ def run(monkeypatch, capsys):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
         monkeypatch.setenv("COLUMNS", "200")
         monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+        zero_shared(SHARED_COUNTER)  # as in a process of its own
         runpy.run_path(str(EXAMPLES / example), run_name="__main__")
         return capsys.readouterr().out
 
