@@ -57,7 +57,7 @@ def column_sizes(weight: torch.Tensor) -> torch.Tensor | None:
 
     Returns None for a weight that is not finite or mostly zero, as its norms say nothing.
     """
-    norms = weight.detach().float().square().sum(0).sqrt().cpu()
+    norms = torch.linalg.vector_norm(weight.detach(), dim=0, dtype=torch.float32).cpu()
     middle = norms.median()
     if not (norms.isfinite().all() and middle > 0):
         return None

@@ -57,10 +57,19 @@ class SageQuantizer(DiffusersQuantizer):
         return True
 
     def create_quantized_param(
-        self, model: Any, param_value: torch.Tensor, param_name: str, target_device: Any, *args: Any, **options: Any
+        self,
+        model: Any,
+        param_value: torch.Tensor,
+        param_name: str,
+        target_device: Any,
+        state_dict: dict[str, torch.Tensor],
+        *args: Any,
+        **options: Any,
     ) -> None:
         """Put a tensor of a file into the model: in 8 bit, or as it is."""
         device = torch.device(target_device)
+        if self.pre_quantized and param_name in self._layers.expected:
+            param_value = state_dict[param_name]  # before diffusers cast it to torch_dtype: scales are fp32
         if not self.pre_quantized and param_name in self._layers:
             self._layers.put(param_name, param_value.to(device))
             return

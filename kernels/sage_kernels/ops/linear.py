@@ -91,6 +91,8 @@ def quantize_activation(
     return QuantizedRows(*result)
 
 
+# Elements of a weight that are in fp32 at a time: a whole one may not fit beside a model
+WORKED_ON = 2**22
 # Ranges of codes that are tried for a weight's row, as shares of its largest element
 SHRINKS = (1.0, 0.975, 0.95, 0.925, 0.9, 0.875, 0.85)
 
@@ -112,12 +114,19 @@ def quantize_weight(
     Returns: codes [N, K], scale [N].
     """
     check_weight(weight, format, balance, is_gated)
-    w = weight.detach().float()
-    w = w if balance is None else w / balance.float()
+    step = max(1, WORKED_ON // weight.shape[1])
+    parts = [_quantized(rows, format, balance) for rows in weight.detach().split(step)]
+    codes, scale = (torch.cat(part) for part in zip(*parts, strict=True))
     if is_gated:
-        w = interleaved(w)
+        codes, scale = interleaved(codes), interleaved(scale)
+    return QuantizedRows(*_aligned(codes, scale))
+
+
+def _quantized(weight: torch.Tensor, format: str, balance: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise some rows of a weight. Returns codes [N, K], scale [N]."""
+    w = weight.float() if balance is None else weight.float() / balance.float()
     if format == "fp8":  # relative precision does not depend on the range
-        return QuantizedRows(*_aligned(*reference.quantize(w, format)))
+        return reference.quantize(w, format)
     amax = w.abs().amax(-1)
     best, least = amax, torch.full_like(amax, torch.inf)
     for shrink in SHRINKS:
@@ -125,7 +134,7 @@ def quantize_weight(
         error = (codes.float() * scale[:, None] - w).square().sum(-1)
         best = torch.where(error < least, amax * shrink, best)
         least = torch.minimum(error, least)
-    return QuantizedRows(*_aligned(*reference.quantize(w, format, best)))
+    return reference.quantize(w, format, best)
 
 
 def _aligned(codes: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

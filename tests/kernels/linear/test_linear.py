@@ -349,3 +349,15 @@ def test_any_tile_gives_the_same_bits_of_int8(linears):
     x, weight, bias = rows(150, 400), rows(264, 400, seed=1), normal(264, seed=2)
     options = {"residual": normal(150, 264, seed=3), "dtype": torch.float32}
     assert torch.equal(*(linears.multiply(x, weight, bias, tile=tile, **options) for tile in HOPPER_TILES.values()))
+
+
+@pytest.mark.parametrize("format", ["int8", "fp8"])
+@pytest.mark.parametrize("is_gated", [False, True])
+def test_a_weight_quantised_some_rows_at_a_time_has_the_same_bits(format, is_gated, monkeypatch):
+    weight, balance = normal(70, 40), normal(40).abs() + 0.5
+    whole = quantize_weight(weight, format=format, balance=balance, is_gated=is_gated)
+    monkeypatch.setattr("sage_kernels.ops.linear.WORKED_ON", 300)  # 7 rows
+    for part, expected in zip(
+        quantize_weight(weight, format=format, balance=balance, is_gated=is_gated), whole, strict=True
+    ):
+        assert torch.equal(part.view(torch.uint8), expected.view(torch.uint8))
