@@ -16,7 +16,7 @@ import torch
 from sage_kernels.compat import mark_static_address
 
 from .weights.layers import repeated_blocks
-from .weights.linear_state import AT_REST, DTYPES, linear_state
+from .weights.linear_state import AT_REST, DTYPES, in_16_bit, linear_state
 
 
 # A column is far below the others if its norm is at most a quarter of the median. In a balanced channel rounding the
@@ -57,7 +57,7 @@ def column_sizes(weight: torch.Tensor) -> torch.Tensor | None:
 
     Returns None for a weight that is not finite or mostly zero, as its norms say nothing.
     """
-    norms = torch.linalg.vector_norm(weight.detach(), dim=0, dtype=torch.float32).cpu()
+    norms = torch.linalg.vector_norm(in_16_bit(weight.detach()), dim=0, dtype=torch.float32).cpu()
     middle = norms.median()
     if not (norms.isfinite().all() and middle > 0):
         return None
