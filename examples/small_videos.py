@@ -1,7 +1,7 @@
 """Small pipelines for the examples of videos, each of diffusers' own classes, which run offline in seconds.
 
 `trained` is tiny_wan, which draws moving shapes, where its weights are there. The others have random weights and draw
-noise: those of `sage_processors.pipelines.random_video` with small text encoders, so that prompts are read, too. Each
+noise: those of small_random_videos.py with small text encoders, so that prompts are read, too. Each
 returns what `CommandLine.loading` takes.
 """
 
@@ -12,9 +12,9 @@ import sys
 import diffusers
 import transformers
 from small_pictures import always_the_same, clip, t5, words
+from small_random_videos import TEXT_TOKENS, TEXT_WIDTH, random_video
 
 import sage_processors as sp
-from sage_processors.pipelines.random_video import TEXT_TOKENS, TEXT_WIDTH, random_video
 
 
 def _prompted(family: str, **more):

@@ -18,7 +18,7 @@ from .diffusion.host.pipeline_method import add_pipeline_method
 from .loading.config import SageConfig
 from .loading.register import register
 from .option_groups import Keep, LayerRule, Linears, Scaling, Skip
-from .options import SageAttnProcessor, apply_to_transformers_with, read_policies_with
+from .options import HANDED_IN, SageAttnProcessor
 from .patching.on_import import when_imported
 from .unsupported import UnsupportedAttentionError, UnsupportedLinearError
 from .version import __version__ as __version__
@@ -37,14 +37,12 @@ _HOMES = {
     "Probe": "diffusion.reports.probe",
     "Report": "diffusion.reports.report",
     "apply": "diffusion.handle",
-    "apply_to_language_model": "language.generation.handle",
     "attention_report": "language.attention",
     "calibrate": "calibration.search",
     "diffusers_backend_report": "diffusion.reports.backend_report",
     "handle_of": "diffusion.handle",
     "processors_for": "diffusion.by_name",
     "quantize_linears": "linears.quantize",
-    "read_policy": "calibration.policy_files",
     "register_diffusers_backend": "diffusion.calls.backend",
     "register_transformers": "language.attention",
     "sage_class": "diffusion.calls.sage_class",
@@ -58,52 +56,24 @@ _MODULES = {
     "quality": "evaluation.quality",
     "videos": "evaluation.videos",
 }
+_FOR_OTHER_FILES = {"apply_to_language_model": "language.generation.handle", "read_policy": "calibration.policy_files"}
 __all__ = [
-    "SageAttnProcessor",
-    "SageConfig",
-    "Keep",
-    "LayerRule",
-    "Linears",
-    "Scaling",
-    "Skip",
-    "UnsupportedAttentionError",
-    "UnsupportedLinearError",
-    "BackendReport",
-    "Calibration",
-    "ChangedInputError",
-    "Handle",
-    "Int8KVCache",
-    "Int8KVCacheError",
-    "LanguageHandle",
-    "LinearSwap",
-    "Probe",
-    "Report",
-    "apply",
-    "attention_report",
-    "calibrate",
-    "diffusers_backend_report",
-    "handle_of",
-    "processors_for",
-    "quantize_linears",
-    "register_diffusers_backend",
-    "register_transformers",
-    "sage_class",
-    "unregister_diffusers_backend",
-]
+    "SageAttnProcessor", "SageConfig", "Keep", "LayerRule", "Linears", "Scaling", "Skip", "UnsupportedAttentionError",
+    "UnsupportedLinearError", *_HOMES,
+]  # fmt: skip
 
 
 def _imported_when_called(name: str) -> Callable[..., Any]:
-    """Return a public function of this package that is imported when it is called.
+    """Return a function of this package that is imported when it is called.
 
     For files that may not import the folder in which the function lives.
     """
     return lambda *args: __getattr__(name)(*args)
 
 
-add_pipeline_method(_imported_when_called("apply"))
-add_model_methods(_imported_when_called("apply"))
-read_policies_with(_imported_when_called("read_policy"))
-apply_to_transformers_with(_imported_when_called("apply_to_language_model"))
+HANDED_IN.update({name: _imported_when_called(name) for name in ("apply", *_FOR_OTHER_FILES)})
+add_pipeline_method()
+add_model_methods()
 register()
 
 
@@ -128,8 +98,9 @@ when_imported("transformers.generation.utils", _meet_generate, ready="Generation
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    homes = _HOMES | _FOR_OTHER_FILES
+    if name in homes:
+        return getattr(importlib.import_module(f"{__name__}.{homes[name]}"), name)
     if name in _MODULES:
         return importlib.import_module(f"{__name__}.{_MODULES[name]}")
     if name.startswith("Sage"):  # Sage<Name> of any processor class of diffusers

@@ -4,53 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal, TypedDict, TypeVar
+from typing import Any, Literal, TypedDict, TypeVar, get_args
 
 from .option_checks import borders, close_to, flag, limits, number, one_of, short, span, whole
 
 
 RecipeName = Literal[
-    "qk_int8_pv_bf16",
-    "qk_int8_pv_fp8",
-    "qk_int8_pv_int8",
-    "qk_fp8_pv_fp8",
-    "int_flash_half",
-    "int_flash_full",
-    "int_flash_full_fp32_sum",
-    "mixed",
-    "16bit",
-]
+    "qk_int8_pv_bf16", "qk_int8_pv_fp8", "qk_int8_pv_int8", "qk_fp8_pv_fp8", "int_flash_half", "int_flash_full",
+    "int_flash_full_fp32_sum", "mixed", "16bit",
+]  # fmt: skip
 ScalingName = Literal[
-    "timestep",
-    "timestep_adaptive",
-    "delayed",
-    "static",
-    "sigma_power",
-    "dynamic",
-    "per_token",
-    "per_block",
+    "timestep", "timestep_adaptive", "delayed", "static", "sigma_power", "dynamic", "per_token", "per_block",
     "per_head",
-]
+]  # fmt: skip
 RotationName = Literal["none", "hadamard", "auto"]
 LinearFormat = Literal["none", "int8", "fp8"]
 
 IN_16_BIT = "16bit"  # the recipe of layers that stay in 16 bit
 # Scaling names, and for each the `scaling=` argument of sage_kernels.sage_attention. The planned ones also have a rule
 # in sage_kernels/planning/rules.py.
-SCALINGS = {
-    "timestep": "per_token",
-    "timestep_adaptive": "per_token",
-    "delayed": "per_token",
-    "static": "per_token",
-    "sigma_power": "per_token",
-    "dynamic": "per_token",
-    "per_token": "per_token",
-    "per_block": "per_block",
-    "per_head": "per_head",
-}
+SCALINGS = {name: name if name in ("per_block", "per_head") else "per_token" for name in get_args(ScalingName)}
 BY_CALL = ("dynamic", "per_token", "per_block", "per_head")  # scales are computed from the inputs of each call
-LINEARS = ("none", "int8", "fp8")
-ROTATIONS = ("none", "hadamard", "auto")  # "auto" is decided during a run: diffusion/auto_rotation.py
+LINEARS: tuple[str, ...] = get_args(LinearFormat)
+ROTATIONS: tuple[str, ...] = get_args(RotationName)  # "auto" is decided during a run: diffusion/auto_rotation.py
 MOST_BORDERS = 3  # of Skip.noise: at each border all lists are measured anew
 MOST_STEPS = 2**20  # of Skip.every: beyond this nothing would be measured twice in a run
 Group = TypeVar("Group")

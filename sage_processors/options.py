@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 
 ON_UNSUPPORTED = ("fallback", "raise")
 TRAININGS = ("16bit", "int8")
-EXCHANGES = ("16bit", "int8")
-GRAPHS = ("off", "auto")
 # Different ranges of noise levels in one handle. Its layers then meet in up to five combinations of precisions, and a
 # compiled model has a version for each; torch.compile gives up at eight.
 MAX_RANGES = 2
@@ -47,23 +45,9 @@ ROTATE_BELOW_DB = 32.0
 ROTATION_GAIN_DB = 1.0
 
 
-_policy_readers: list[Callable[..., Any]] = []
-_language_appliers: list[Callable[..., Any]] = []
-
-
-def read_policies_with(reader: Callable[..., Any]) -> None:
-    """Set the function behind `SageAttnProcessor.from_policy`, as it lies above this file."""
-    _policy_readers.append(reader)
-
-
-def apply_to_transformers_with(applier: Callable[..., Any]) -> None:
-    """Set the function that `apply` calls for transformers models."""
-    _language_appliers.append(applier)
-
-
-def language_applier() -> Callable[..., Any]:
-    """Return the function that `apply` calls for transformers models."""
-    return _language_appliers[-1]
+# Functions of folders that may import this file, by name: `apply`, `apply_to_language_model` and `read_policy`. The
+# package's __init__.py hands them in.
+HANDED_IN: dict[str, Callable[..., Any]] = {}
 
 
 def _with_preset(init: Any) -> Any:
@@ -182,8 +166,8 @@ class SageAttnProcessor:
 
         recipes = (*RECIPES, MIXED_RECIPE, IN_16_BIT)
         for name, value, allowed in (
-            ("recipe", recipe, recipes), ("rotation", rotation, ROTATIONS), ("graphs", graphs, GRAPHS),
-            ("training", training, TRAININGS), ("exchange", exchange, EXCHANGES),
+            ("recipe", recipe, recipes), ("rotation", rotation, ROTATIONS), ("graphs", graphs, ("off", "auto")),
+            ("training", training, TRAININGS), ("exchange", exchange, ("16bit", "int8")),
             ("on_unsupported", on_unsupported, ON_UNSUPPORTED),
         ):  # fmt: skip
             one_of(name, value, allowed)
@@ -253,7 +237,7 @@ class SageAttnProcessor:
         Args: path: a .json file. target: the pipeline or model that the policy should be for; compared if given.
         Raises: see calibration/policy_files.py, read_policy.
         """
-        config: SageAttnProcessor = _policy_readers[-1](path, target)[0]
+        config: SageAttnProcessor = HANDED_IN["read_policy"](path, target)[0]
         return config
 
     def rules(self, option: str) -> tuple[tuple[str, Any], ...]:

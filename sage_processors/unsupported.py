@@ -29,36 +29,34 @@ OVERLAP_REMEDY = (
 )
 
 
-class UnsupportedAttentionError(NotImplementedError):
-    """An attention call can't run in INT8, and the options have on_unsupported="raise".
+class _UnsupportedError(NotImplementedError):
+    """A call can't run in 8 bit, and the options have on_unsupported="raise".
 
     Attributes: layer, its name. reason, as handle.report() counts it.
     """
+
+    def __init__(self, where: str, layer: str, reason: str, runner: str, remedy: str, instead: str) -> None:
+        self.layer, self.reason = layer, reason
+        super().__init__(
+            f"{where} {layer!r}: got a call that {runner} can't do (reason {reason!r}), expected a supported one "
+            f'because of on_unsupported="raise"; {remedy + ", or: " if remedy else ""}{instead} runs such calls in '
+            "16 bit"
+        )
+
+
+class UnsupportedAttentionError(_UnsupportedError):
+    """An attention call can't run in INT8, and the options have on_unsupported="raise"."""
 
     def __init__(
         self, layer: str, reason: str, remedy: str = "", instead: str = 'SageAttnProcessor(on_unsupported="fallback")'
     ) -> None:
-        self.layer = layer
-        self.reason = reason
         remedy = remedy or REMEDIES.get(reason, "")
-        super().__init__(
-            f"attention of layer {layer!r}: got a call that INT8 attention can't do (reason {reason!r}), expected a "
-            f'supported one because of on_unsupported="raise"; {remedy + ", or: " if remedy else ""}'
-            f"{instead} runs such calls in 16 bit"
-        )
+        super().__init__("attention of layer", layer, reason, "INT8 attention", remedy, instead)
 
 
-class UnsupportedLinearError(NotImplementedError):
-    """A swapped linear layer can't run in 8 bit, and the options have on_unsupported="raise".
+class UnsupportedLinearError(_UnsupportedError):
+    """A swapped linear layer can't run in 8 bit, and the options have on_unsupported="raise"."""
 
-    Attributes: layer, its name. reason, as handle.report() counts it.
-    """
-
-    def __init__(self, layer: str, reason: str, remedy: str = ""):
-        self.layer = layer
-        self.reason = reason
-        super().__init__(
-            f"linear layer {layer!r}: got a call that an 8-bit linear layer can't do (reason {reason!r}), expected a "
-            f'supported one because of on_unsupported="raise"; {remedy + ", or: " if remedy else ""}'
-            'on_unsupported="fallback" runs such calls in 16 bit'
-        )
+    def __init__(self, layer: str, reason: str, remedy: str = "") -> None:
+        instead = 'on_unsupported="fallback"'
+        super().__init__("linear layer", layer, reason, "an 8-bit linear layer", remedy, instead)

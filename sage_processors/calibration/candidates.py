@@ -12,6 +12,9 @@ from ..option_groups import IN_16_BIT, LINEARS, LayerRule
 from ..options import SageAttnProcessor
 
 
+MAX_CANDIDATES = 64  # of a sequence
+
+
 def candidate_sequences(base: SageAttnProcessor, worst_first: list[str], steps: int):
     """Yield lists of options, in each of which more and more runs in 16 bit.
 
@@ -33,6 +36,14 @@ def candidate_sequences(base: SageAttnProcessor, worst_first: list[str], steps: 
         keeping(base.with_rules(*kept(n)), first_steps=steps * n // (3 * count), last_steps=steps // 3)
         for n in range(1, count)
     ]
+
+
+def spread(candidates: list) -> list:
+    """Return all candidates, or MAX_CANDIDATES of them, evenly spread from the first to the last."""
+    last = len(candidates) - 1
+    if last < MAX_CANDIDATES:
+        return candidates
+    return [candidates[i * last // (MAX_CANDIDATES - 1)] for i in range(MAX_CANDIDATES)]
 
 
 def label(config: SageAttnProcessor) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -67,14 +69,10 @@ def measured_seconds(
 
     Quantisation is included. A first call, which compiles, is not timed.
     """
-    generator = torch.Generator().manual_seed(0)
-    sizes = ((shape.seq_q, shape.heads), (shape.seq_kv, shape.kv_heads), (shape.seq_kv, shape.kv_heads))
-    q, k, v = (
-        torch.randn(
-            shape.batch, seq, heads, shape.head_dim, generator=generator, dtype=torch.float32, device="cpu"
-        ).to(device, dtype)
-        for seq, heads in sizes
-    )
+    queries, keys = ((shape.batch, n, h, shape.head_dim) for n, h in (
+        (shape.seq_q, shape.heads), (shape.seq_kv, shape.kv_heads)
+    ))  # fmt: skip
+    q, k, v = random_inputs((queries, keys, keys), device, dtype)
     if scaling == EXACT:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
 
@@ -95,20 +93,31 @@ def measured_seconds(
                 q, k, v, recipe=recipe, scaling=SCALINGS[scaling], rotation=rotation, state=state
             )
 
-    with torch.no_grad():
-        times = []
-        for _ in range(repeats + 1):
-            _wait(device)
-            start = time.perf_counter()
-            call()
-            _wait(device)
-            times.append(time.perf_counter() - start)
+    return median_seconds(call, device, repeats)
+
+
+def random_inputs(sizes, device, dtype) -> list[torch.Tensor]:
+    """Return tensors of N(0, 1) of these sizes, the same ones each time."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = (torch.randn(size, generator=generator, dtype=torch.float32, device="cpu") for size in sizes)
+    return [x.to(device, dtype) for x in drawn]
+
+
+@torch.no_grad()
+def median_seconds(call: Callable[[], Any], device, repeats: int) -> float:
+    """Return the median wall time of a call in seconds. A first call, which compiles, is not timed."""
+
+    def now() -> float:
+        if torch.device(device).type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    times = []
+    for _ in range(repeats + 1):
+        start = now()
+        call()
+        times.append(now() - start)
     return sorted(times[1:])[repeats // 2]
-
-
-def _wait(device) -> None:
-    if torch.device(device).type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def time_factor(recipe: str, every: int, left_out: float, listed: float) -> float:
@@ -135,10 +144,8 @@ class CostTable:
         self._known: dict[tuple, float] = {}
         self.shapes: dict[str, list[CallShape]] = {}
         for denoiser in handle._denoisers:
-            self._device, self._dtype = (
-                denoiser.device,
-                next((p.dtype for p in denoiser.model.parameters()), torch.float32),
-            )
+            self._device = denoiser.device
+            self._dtype = next((p.dtype for p in denoiser.model.parameters()), torch.float32)
             for layer in denoiser.layers:
                 shapes = [_shape_of(site) for site in layer.own.sites if site.elements]
                 if shapes:
@@ -164,12 +171,13 @@ class CostTable:
             self._known[what] = measured_seconds(shape, scaling, recipe, self._device, self._dtype, rotation=rotation)
         return self._known[what]
 
-    def relative(self, config, steps: int, levels=(), skipped=None) -> float:
-        """Return attention time under these options over that of 16-bit attention; 1 means no gain.
+    def relative(self, config, steps: int, levels=(), skipped=None, linear=(0.0, 0.0)) -> float:
+        """Return the time under these options over that of 16 bit; 1 means no gain.
 
-        Arguments are those of `run_seconds`.
+        linear: seconds of a step's linear layers under these options and in 16 bit. Others: those of `run_seconds`.
         """
-        total, exact = self.run_seconds(config, steps, levels, skipped)
+        pairs = zip(self.run_seconds(config, steps, levels, skipped), linear, strict=True)
+        total, exact = (attention + steps * of_step for attention, of_step in pairs)
         return total / exact if exact else 1.0
 
     def skipped_fraction(self, config, skipped: dict) -> float:

@@ -24,10 +24,10 @@ import sage_kernels
 from ..diffusion.steps.windows import inside
 from ..option_groups import IN_16_BIT, LayerRule
 from ..options import MAX_RANGES, SageAttnProcessor
+from .candidates import spread
 from .cost import EXACT
 
 
-MAX_CANDIDATES = 64
 _SAME = 1e-9  # relative tolerance: sums of the same costs in another order differ in their last digits
 
 
@@ -223,9 +223,7 @@ class LayerChoices:
         errors = {error for ways in self._ways.values() for *_, error in ways if 0 < error < math.inf}
         # the choice changes only where the limit falls below a measured error
         limits = [math.nextafter(error, 0.0) for error in sorted(errors, reverse=True)]
-        if len(limits) > MAX_CANDIDATES:
-            limits = [limits[i * (len(limits) - 1) // (MAX_CANDIDATES - 1)] for i in range(MAX_CANDIDATES)]
-        all_chosen = (self.choose(dict.fromkeys(self.layers, limit)) for limit in limits)
+        all_chosen = (self.choose(dict.fromkeys(self.layers, limit)) for limit in spread(limits))
         found = (self.options(chosen) for chosen in all_chosen if any(way.choice for way in chosen.values()))
         return [config for config in dict.fromkeys(found) if config != self._base]
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import glob
 import re
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -27,11 +26,11 @@ from ..linears.swap import LinearSwap
 from ..linears.weights.layers import choose
 from ..option_groups import LayerRule
 from ..options import SageAttnProcessor
-from .cost import FLOPS_16BIT, OPS_INT8
+from .candidates import spread
+from .cost import FLOPS_16BIT, OPS_INT8, median_seconds, random_inputs
 
 
 EXACT = "none"
-MAX_CANDIDATES = 64
 SAMPLED_STEPS = 2
 
 
@@ -72,16 +71,9 @@ class LinearChoices:
     """
 
     def __init__(
-        self,
-        pipe: Any,
-        config: SageAttnProcessor,
-        formats: Sequence[str],
-        draw: Callable,
-        steps: int,
-        batch: int,
-        kind: str,
-        show,
-    ) -> None:
+        self, pipe: Any, config: SageAttnProcessor, formats: Sequence[str], draw: Callable, steps: int, batch: int,
+        kind: str, show,
+    ) -> None:  # fmt: skip
         self._formats, self.layers = tuple(formats), {}
         models = denoisers(pipe)
         options = {"layers": config.rules("linears"), "min_features": config.linears.min_features}
@@ -134,9 +126,7 @@ class LinearChoices:
         for _, name, format in sorted(moves, key=lambda move: (-move[0], move[1])):
             chosen[name] = format
             found.append(self._options(base, chosen))
-        if len(found) > MAX_CANDIDATES:
-            found = [found[i * (len(found) - 1) // (MAX_CANDIDATES - 1)] for i in range(MAX_CANDIDATES)]
-        return found
+        return spread(found)
 
     def roles(self, base: SageAttnProcessor) -> list[SageAttnProcessor]:
         """Return candidates in which all layers of a role go to 16 bit together, in all blocks.
@@ -280,32 +270,13 @@ def measured_linear_seconds(rows: int, weight: torch.Tensor, format: str, *, rep
 
     Quantisation of the inputs is included. A first call, which compiles, is not timed.
     """
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(rows, weight.shape[1], generator=generator, dtype=torch.float32, device="cpu").to(
-        weight.device, weight.dtype
-    )
+    (x,) = random_inputs([(rows, weight.shape[1])], weight.device, weight.dtype)
+    if format == EXACT:
+        return median_seconds(lambda: F.linear(x, weight), weight.device, repeats)
     with torch.no_grad():
-        if format == EXACT:
+        ready = sage_kernels.quantize_weight(weight, format=format)
 
-            def call() -> Any:
-                return F.linear(x, weight)
-        else:
-            ready = sage_kernels.quantize_weight(weight, format=format)
+    def call() -> Any:
+        return sage_kernels.quantized_linear(sage_kernels.quantize_activation(x, format=format), ready, dtype=x.dtype)
 
-            def call() -> Any:
-                given = sage_kernels.quantize_activation(x, format=format)
-                return sage_kernels.quantized_linear(given, ready, dtype=x.dtype)
-
-        times = []
-        for _ in range(repeats + 1):
-            _wait(weight.device)
-            start = time.perf_counter()
-            call()
-            _wait(weight.device)
-            times.append(time.perf_counter() - start)
-    return sorted(times[1:])[repeats // 2]
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    return median_seconds(call, weight.device, repeats)

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 from ..files.strict_json import config_hash, strict_json, strict_object
-from ..files.whole_file import write_whole
+from ..files.whole_file import check_input, given_path, write_whole
 from ..option_groups import Keep, LayerRule, Linears, Scaling, Skip
 from ..options import SageAttnProcessor
 from ..version import __version__
@@ -23,14 +22,9 @@ FORMAT_VERSION = 8  # of the options with a preset; earlier files are refused
 MAX_FILE_BYTES = 2**20
 _REMEDY = "write it again with sage_processors.calibrate"
 _FIELDS: dict[str, type] = {
-    "format_version": int,
-    "package_version": str,
-    "models": list,
-    "options": dict,
-    "budget": dict,
-    "result": dict,
+    "format_version": int, "package_version": str, "models": list, "options": dict, "budget": dict, "result": dict,
     "curve": list,
-}
+}  # fmt: skip
 _GROUPS: dict[str, Any] = {"scaling": Scaling, "linears": Linears, "keep": Keep, "skip": Skip, "layers": LayerRule}
 _MODEL_FIELDS = {"name": str, "model_class": str, "config_hash": str, "layers": list}
 
@@ -49,26 +43,13 @@ def describe_models(handle: Any) -> list[dict[str, Any]]:
 
 
 def write_policy(
-    path: str | Path,
-    config: SageAttnProcessor,
-    models: list[dict[str, Any]],
-    *,
-    budget: dict[str, Any],
-    result: dict[str, Any],
-    curve: list[dict[str, Any]],
-) -> None:
+    path: str | Path, config: SageAttnProcessor, models: list[dict[str, Any]], *, budget: dict[str, Any],
+    result: dict[str, Any], curve: list[dict[str, Any]],
+) -> None:  # fmt: skip
     """Write a policy to a .json file in one step. Raises: TypeError, ValueError, OSError."""
-    path = _checked_path(path)
-    content = {
-        "format_version": FORMAT_VERSION,
-        "package_version": __version__,
-        "models": models,
-        "options": dataclasses.asdict(config),
-        "budget": budget,
-        "result": result,
-        "curve": curve,
-    }
-    write_json(path, content)
+    path = given_path(path, ".json")
+    content = {"format_version": FORMAT_VERSION, "package_version": __version__, "options": dataclasses.asdict(config)}
+    write_json(path, content | {"models": models, "budget": budget, "result": result, "curve": curve})
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
@@ -86,7 +67,7 @@ def read_policy(path: str | Path, target: Any = None) -> tuple[object, dict[str,
     Raises: TypeError, ValueError (a file that is damaged, too large, of another version or of another model, or that
         holds unknown or invalid options); FileNotFoundError and other OSErrors.
     """
-    path = _checked_path(path)
+    path = given_path(path, ".json")
     content = strict_json(read_small(path, MAX_FILE_BYTES), "the policy", _REMEDY)
     version: Any = content.get("format_version")  # checked before the keys, as another version has other keys
     if type(version) is int and version != FORMAT_VERSION:
@@ -119,24 +100,12 @@ def _check_group(name: str, given: Any) -> None:
 
 def read_small(path: Path, limit: int) -> bytes:
     """Return the content of a regular file of at most `limit` bytes. Raises: ValueError, OSError."""
-    if not path.exists():
-        raise FileNotFoundError(f"path: got {path.name!r}, which does not exist, expected a file; {_REMEDY}")
-    if not path.is_file():
-        raise ValueError(f"path: got {path.name!r}, which is no regular file, expected JSON; {_REMEDY}")
+    check_input(path, f"a JSON file; {_REMEDY}")
     with path.open("rb") as file:
         content = file.read(limit + 1)
     if len(content) > limit:
         raise ValueError(f"path: got a file of more than {limit} bytes, expected less; {_REMEDY}")
     return content
-
-
-def _checked_path(path: str | Path) -> Path:
-    if not isinstance(path, (str, os.PathLike)):
-        raise TypeError(f"path: got {type(path).__name__}, expected a str or a Path that ends in .json")
-    path = Path(path)
-    if path.suffix != ".json":
-        raise ValueError(f"path: got {path.name!r}, expected a name that ends in .json")
-    return path
 
 
 def _check_target(models: list[dict[str, Any]], target: Any) -> None:

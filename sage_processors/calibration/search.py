@@ -29,10 +29,11 @@ from sage_kernels.facts.recipe import MIXED_RECIPE
 from ..files.whole_file import check_output
 from ..option_groups import LINEARS, LayerRule
 from ..options import SageAttnProcessor
+from ..reporting.progress import progress_bar
 from . import layer_choices, policy_files, skip_choices
 from .candidates import candidate_sequences
 from .layer_choices import Choice, Way
-from .trials import Trials, numbers_of, progress_bar
+from .trials import Trials, numbers_of
 from .verdict import verdict_of
 
 
@@ -170,7 +171,7 @@ def calibrate(
     bases = [dataclasses.replace(start.with_scaling(s), recipe=r) for r in recipes for s in scalings]
     if not bases:
         raise ValueError("scalings: got no recipe or no scaling, expected at least one of each")
-    with progress_bar(progress) as show:
+    with progress_bar(progress, "stock attention") as show:
         trials = Trials(
             pipe, list(inputs), seeds, config=config, steps=steps, batch=batch, kind=kind, path=state_path, show=show,
             linears=linears, held_out=held_out, arguments=arguments, skips=bool(skip_limits),
@@ -191,14 +192,9 @@ def calibrate(
 
 
 def _check(
-    inputs: Any,
-    seeds: list[int],
-    target_psnr: float | None,
-    max_attention_error: float | None,
-    kind: str,
-    path: str | Path | None,
-    state_path: str | Path | None,
-) -> None:
+    inputs: Any, seeds: list[int], target_psnr: float | None, max_attention_error: float | None, kind: str,
+    path: str | Path | None, state_path: str | Path | None,
+) -> None:  # fmt: skip
     if isinstance(inputs, str) or not all(isinstance(x, str) for x in inputs):
         raise TypeError("inputs: got something else than a list of prompts, expected a list of str")
     if not inputs or len(seeds) != len(inputs):
@@ -301,13 +297,9 @@ def _for_psnr(
 
 
 def _search_stricter(
-    trials: Trials,
-    candidates: Sequence[Any],
-    target: float,
-    looked: list[Any],
-    good_enough: Any,
+    trials: Trials, candidates: Sequence[Any], target: float, looked: list[Any], good_enough: Any,
     looks: int = MAX_LOOKS,
-) -> Any:
+) -> Any:  # fmt: skip
     """Try stricter candidates on fresh seeds until one meets the target or `looks` are used up. Else None.
 
     The next candidate must exceed the target on the search's seeds by as much as fresh seeds missed it.

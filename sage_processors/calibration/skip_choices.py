@@ -18,7 +18,7 @@ from sage_kernels.facts.recipe import MIXED_RECIPE
 
 from ..option_groups import BY_CALL, LayerRule, Skip
 from ..options import SageAttnProcessor
-from .layer_choices import MAX_CANDIDATES
+from .candidates import spread
 
 
 # {layer: a limit for each range of noise levels}; 0: nothing is left out.
@@ -170,7 +170,5 @@ class SkipChoices:
         """Return options by falling error added to the worst layer. The last ones skip almost nothing."""
         errors = sorted({error for error in self._errors.values() if error > 0}, reverse=True)
         bars = [math.inf, *(math.nextafter(error, 0.0) for error in errors)]
-        if len(bars) > MAX_CANDIDATES:
-            bars = [bars[i * (len(bars) - 1) // (MAX_CANDIDATES - 1)] for i in range(MAX_CANDIDATES)]
-        all_chosen = [chosen for chosen in map(self.choose, bars) if any(any(limits) for limits in chosen.values())]
+        all_chosen = (chosen for chosen in map(self.choose, spread(bars)) if any(map(any, chosen.values())))
         return list(dict.fromkeys(map(self.options, all_chosen)))

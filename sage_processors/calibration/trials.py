@@ -6,8 +6,6 @@ import dataclasses
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -30,31 +28,6 @@ logger = logging.getLogger("sage_processors")
 HELD_OUT = 2**24  # added to the seeds for every look at pictures that chose nothing
 MAX_STATE_BYTES = 16 * 2**20
 _REMEDY = "delete it, or pass another state_path"
-
-
-@contextmanager
-def progress_bar(enabled: bool) -> Iterator[Callable]:
-    """Show one progress bar (rich) for work in several stages.
-
-    Yields: show(label, steps), which starts a stage and returns on_step, to be called after each of its steps. If the
-        bar is not enabled, it returns None.
-    Raises: ImportError without rich.
-    """
-    if not enabled:
-        yield lambda label, steps: None
-        return
-    try:
-        from rich.progress import Progress
-    except ImportError as error:
-        raise ImportError("the progress bar needs rich: pip install sage-processors, or progress=False") from error
-    with Progress() as bar:
-        task = bar.add_task("stock attention", total=None)
-
-        def show(label, steps):
-            bar.reset(task, description=label, total=steps)
-            return lambda: bar.advance(task)
-
-        yield show
 
 
 class Trials:
@@ -217,11 +190,8 @@ class Trials:
     def cost(self, config) -> float:
         """Return attention time over that of 16 bit; if linear layers are searched, of both together."""
         run, skipped = len(self.levels) or self.steps, self._skipped.get(options_key(config), {})
-        if self.linears is None:
-            return self.costs.relative(config, run, self.levels, skipped)
-        attention, exact_attention = self.costs.run_seconds(config, run, self.levels, skipped)
-        linear, exact_linear = self.linears.seconds(config)
-        return (attention + run * linear) / (exact_attention + run * exact_linear)
+        linear = (0.0, 0.0) if self.linears is None else self.linears.seconds(config)
+        return self.costs.relative(config, run, self.levels, skipped, linear)
 
     def preference(self, config) -> tuple:
         """Return a sort key for measured options: the cheapest first, among equally dear ones the best."""

@@ -6,7 +6,7 @@ import logging
 import threading
 import weakref
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,7 +14,7 @@ from torch import nn
 from sage_kernels.planning.rules import FROM_TABLE
 
 from ..linears.swap import swap_of
-from ..options import SageAttnProcessor, language_applier
+from ..options import HANDED_IN, SageAttnProcessor
 from .auto_rotation import AutoRotation
 from .checks import check_swapped, refuse_bare_options, warn_of_idle_layers
 from .denoiser import Denoiser
@@ -22,14 +22,12 @@ from .graphs.model_graphs import ModelGraphs, can_replay
 from .host.discovery import denoisers, input_device, is_pipeline, unwrap
 from .host.pipeline_method import listen
 from .host.root_hook import RootHook
+from .reports.probe import Probe
 from .reports.report import Report, build_report
+from .reports.scale_files import load_scales, save_scales
 from .reports.warm_up import KernelsAhead, WarmUp, warm_up
 from .steps.following import Following
 from .steps.windows import Steps
-
-
-if TYPE_CHECKING:
-    from .reports.probe import Probe
 
 
 logger = logging.getLogger("sage_processors")
@@ -212,8 +210,6 @@ class Handle:
 
     def probe(self, *, every: int = 4, heads: int = 4, rows: int = 32) -> Probe:
         """Start and return a probe.Probe: it compares INT8 with fp32 attention in one step of `every`."""
-        from .reports.probe import Probe
-
         self._check_active()
         if self._probe is not None:
             self._probe.stop()
@@ -222,8 +218,6 @@ class Handle:
 
     def save_scales(self, path: str | Path) -> None:
         """Write the scales learnt by a planned scaling to a .safetensors file. Raises: see scale_files.py."""
-        from .reports.scale_files import save_scales
-
         save_scales(self, path)
 
     def load_scales(self, path: str | Path, on_mismatch: str = "error") -> bool:
@@ -231,8 +225,6 @@ class Handle:
 
         They are frozen, but not with "timestep_adaptive". Arguments, result and errors: see scale_files.py.
         """
-        from .reports.scale_files import load_scales
-
         return load_scales(self, path, on_mismatch)
 
     def remove(self) -> None:
@@ -336,7 +328,7 @@ def apply(target: Any, config: SageAttnProcessor | None = None) -> Handle:
             f"target: got {type(target).__name__}, expected a DiffusionPipeline or a model (torch.nn.Module)"
         )
     if _is_of_transformers(target):
-        return language_applier()(target, config)  # type: ignore[no-any-return]
+        return HANDED_IN["apply_to_language_model"](target, config)  # type: ignore[no-any-return]
     earlier = (handle_of(model) for model in (denoisers(target).values() if is_pipeline(target) else (target,)))
     for handle in list(earlier):
         if handle is not None:

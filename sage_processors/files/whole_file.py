@@ -73,6 +73,30 @@ def check_output(path: str | os.PathLike, name: str = "path") -> None:
         ) from error
 
 
+def given_path(path: str | os.PathLike, suffix: str, more: str = "") -> Path:
+    """Return a user's path if its name ends in `suffix`.
+
+    more: end of the message. Raises: TypeError, ValueError.
+    """
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f"path: got {type(path).__name__}, expected a str or a Path that ends in {suffix}")
+    path = Path(path)
+    if path.suffix != suffix:
+        raise ValueError(f"path: got {path.name!r}, expected a name that ends in {suffix}{more}")
+    return path
+
+
+def check_input(path: Path, expected: str) -> None:
+    """Raise FileNotFoundError or ValueError unless there is a regular file to read.
+
+    expected: for the message.
+    """
+    if not path.exists():
+        raise FileNotFoundError(f"path: got {path.name!r}, which does not exist, expected {expected}")
+    if not path.is_file():
+        raise ValueError(f"path: got {path.name!r}, which is no regular file, expected {expected}")
+
+
 def _is_special(path: Path) -> bool:
     """True if the path is a folder, a device or a pipe, which a file must not replace."""
     return path.exists() and not path.is_symlink() and not path.is_file()

@@ -315,5 +315,5 @@ def test_pipeline_method_of_somebody_else_is_left_alone(monkeypatch):
 
     theirs = object()
     monkeypatch.setattr(diffusers.DiffusionPipeline, "set_attn_processor", theirs)
-    add_pipeline_method(sp.apply)
+    add_pipeline_method()
     assert diffusers.DiffusionPipeline.set_attn_processor is theirs

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import sys
 
 import diffusers
 import torch
@@ -17,7 +18,12 @@ from diffusers import DiffusionPipeline
 
 import sage_processors as sp
 from sage_processors.evaluation import language
-from sage_processors.pipelines.random_video import random_video
+from tests.support.repository import ROOT
+
+
+sys.path.insert(0, str(ROOT / "examples"))
+
+from small_random_videos import random_video
 
 
 SMALL = {"height": 128, "width": 128, "num_frames": 9, "max_sequence_length": 32}

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from PIL import Image
 
 import sage_processors as sp
-from sage_processors.pipelines.random_video import FAMILIES, random_video
-from tests.examples.running import IDENTICAL_DB, int8_calls, psnr, run
+from tests.examples.running import EXAMPLES, IDENTICAL_DB, int8_calls, psnr, run
+
+
+sys.path.insert(0, str(EXAMPLES))
+
+from small_random_videos import FAMILIES, random_video
 
 
 @pytest.mark.parametrize("model", ["tiny_sd", pytest.param("tiny_flux", marks=pytest.mark.slow("as a folder below"))])

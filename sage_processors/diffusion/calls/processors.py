@@ -25,16 +25,9 @@ from ..heads.rotary import is_rotary, rotary
 from ..host.dispatcher import exact, is_native, without_ours
 from ..host.rebind import dispatch_attention_fn, stand_ins
 from ..steps.windows import CHOSEN
+from . import context_parallel
 from .call_reasons import REASONS, call_reason, is_short, needs_gradient, training_reason
-from .context_parallel import (
-    degrees,
-    first_head,
-    run_fallback_in_parallel,
-    run_in_parallel,
-    run_with_codes,
-    sends_codes,
-    unquantised_bytes,
-)
+from .context_parallel import degrees, first_head, unquantised_bytes
 from .fallback import fallback_attention
 from .mixed_calls import attend_mixed, is_mixed
 from .processor_state import ProcessorState
@@ -45,20 +38,9 @@ from .row_maxima_op import attention_keeping
 # all INT8 calls with the Hadamard rotation. The other slots are reasons for 16-bit attention.
 CALLS = ("called", "rotated")
 EVENTS = (
-    *CALLS,
-    *REASONS,
-    "training",
-    "no_backward",
-    "replaced",
-    "patched",
-    "backend",
-    "context_parallel",
-    "attention_kwargs",
-    "window",
-    "kept",
-    "unfollowed",
-    "other",
-)
+    *CALLS, *REASONS, "training", "no_backward", "replaced", "patched", "backend", "context_parallel",
+    "attention_kwargs", "window", "kept", "unfollowed", "other",
+)  # fmt: skip
 _fallbacks = Fallbacks(EVENTS, "layer %s runs without INT8 (reason: %s%s); handle.report() lists all layers", REMEDIES)
 _CALLED, _ROTATED = (_fallbacks.slots[name] for name in CALLS)
 
@@ -76,27 +58,16 @@ class _Running(threading.local):
 _running = _Running()
 
 
-def _reason_against(
-    own: ProcessorState,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None,
-    dropout_p: Any,
-    is_causal: bool,
-    scale: Any,
-    enable_gqa: Any,
-) -> str | None:
-    """Return the reason to run a call in 16 bit, or None. query, key, value: [B, S, H, D]."""
+def _reason_against(own: ProcessorState, *call: Any) -> str | None:
+    """Return the reason to run a call in 16 bit, or None. call: as for `call_reason`."""
     window = own.window
-    call = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if own.config.training == "int8":
         reason = training_reason(*call)
     else:
         reason = "training" if _running.training else call_reason(*call)
     if reason is None and own.kept:
         return "kept"
-    if reason is None and attn_mask is not None and is_mixed(own.config):
+    if reason is None and call[3] is not None and is_mixed(own.config):
         return "mixed_mask"
     if reason is None and window is not None and window.in_16bit:
         return "unfollowed" if window.is_lost else "window"
@@ -212,10 +183,11 @@ def _attend_parallel(call: tuple[Any, ...], own: ProcessorState, index: int, par
         return fallback_attention(given, return_lse)
 
     call = (*compute_heads(*call[:2]), *call[2:])
-    if own.config.exchange == "int8" and sends_codes(call, parallel):
-        out, sent = run_with_codes(call, parallel, attend)
+    if own.config.exchange == "int8" and context_parallel.sends_codes(call, parallel):
+        out, sent = context_parallel.run_with_codes(call, parallel, attend)
     else:
-        out, sent = run_in_parallel(call, False, parallel, attend), unquantised_bytes(call, parallel)
+        out = context_parallel.run_in_parallel(call, False, parallel, attend)
+        sent = unquantised_bytes(call, parallel)
     _count_sent(own, sent)
     return out
 
@@ -279,15 +251,9 @@ def _sdpa(
         _fall_back(own, reason)
     query, key, value = ordinary_in((query, key, value))
     return F.scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=attn_mask,
-        dropout_p=dropout_p,
-        is_causal=is_causal,
-        scale=scale,
+        query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale,
         enable_gqa=enable_gqa,
-    )
+    )  # fmt: skip
 
 
 def _dispatch(
@@ -334,23 +300,14 @@ def _dispatch(
             in_ring = degrees(parallel_config)[1] > 1 and is_native(exact(backend))
             if in_ring and not attention_kwargs and not needs_gradient(query, key, value):
                 call = (*ordinary_in((query, key, value)), attn_mask, dropout_p, is_causal, scale, enable_gqa)
-                merged: torch.Tensor = run_fallback_in_parallel(call, parallel_config)
+                merged: torch.Tensor = context_parallel.run_fallback_in_parallel(call, parallel_config)
                 return merged
         backend = exact(backend)
     query, key, value = ordinary_in((query, key, value))
     out: torch.Tensor = dispatch_attention_fn(
-        query,
-        key,
-        value,
-        attn_mask,
-        dropout_p,
-        is_causal,
-        scale,
-        enable_gqa,
-        attention_kwargs,
-        backend=backend,
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, attention_kwargs, backend=backend,
         parallel_config=parallel_config,
-    )
+    )  # fmt: skip
     return out
 
 

@@ -11,12 +11,11 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from ...options import SageAttnProcessor
+from ...options import HANDED_IN, SageAttnProcessor
 from ...patching.on_import import when_imported
 from .pipeline_method import known_pipelines
 
 
-_swaps: list[Callable[..., Any]] = []
 # module → (name it defines last, classes with set_attn_processor, classes with set_processor)
 _CLASSES = {
     "diffusers.models.attention": ("AttentionModuleMixin", ("AttentionMixin",), ("AttentionModuleMixin",)),
@@ -39,7 +38,7 @@ def _for_models(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def set_attn_processor(self: Any, processor: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(processor, SageAttnProcessor):
-            return _swaps[-1](_target_of(self), processor)
+            return HANDED_IN["apply"](_target_of(self), processor)
         if isinstance(processor, dict):
             for name, one in processor.items():
                 _refuse(one, f"in a dict of processors, at {str(name)[:200]!r}")
@@ -84,11 +83,7 @@ def _patch(module: str) -> None:
 _PATCHES = {module: functools.partial(_patch, module) for module in _CLASSES}
 
 
-def add_model_methods(swap: Callable[..., Any]) -> None:
-    """Patch diffusers' classes, now or when it loads them.
-
-    swap: called as swap(pipeline or model, processor).
-    """
-    _swaps.append(swap)
+def add_model_methods() -> None:
+    """Patch diffusers' classes, now or when it loads them."""
     for module, patch in _PATCHES.items():
         when_imported(module, patch, ready=_CLASSES[module][0])

@@ -12,12 +12,12 @@ import sys
 import weakref
 from collections.abc import Callable
 
+from ...options import HANDED_IN
 from ...patching.on_import import when_imported
 
 
 _pipelines: weakref.WeakSet = weakref.WeakSet()
 _listeners: list[Callable] = []
-_swaps: list[Callable] = []
 
 
 def known_pipelines() -> list:
@@ -55,7 +55,7 @@ def set_attn_processor(self, processor):
     """
     if processor is None:
         raise TypeError("processor: got None, expected sage_processors.SageAttnProcessor(...)")
-    return _swaps[-1](self, processor)
+    return HANDED_IN["apply"](self, processor)
 
 
 def _patch(module: str, name: str) -> None:
@@ -76,11 +76,7 @@ _PATCHES = {
 }
 
 
-def add_pipeline_method(swap) -> None:
-    """Give the pipeline classes their method, now or when diffusers loads them.
-
-    Args: swap: called by the method, as swap(pipeline, processor).
-    """
-    _swaps.append(swap)
+def add_pipeline_method() -> None:
+    """Give the pipeline classes their method, now or when diffusers loads them."""
     for module, (name, patch) in _PATCHES.items():
         when_imported(module, patch, ready=name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from sage_kernels.planning.rules import NEED_RUNS
@@ -116,31 +117,28 @@ def _without_numbers(row: dict[str, Any]) -> str:
     return str(row["note"]).removesuffix(numbers).removesuffix("; ") if numbers else str(row["note"])
 
 
+_UNPLANNED = dict.fromkeys(("recipe", "scaling", "rotation", "keep_noise", "mixed"))
+_NO_COUNTS = dict.fromkeys(("calls", "rotated_calls", "beyond_limit", "bytes_saved", "sent_bytes"), 0)
+# key of a row → key of a call site in `ScaleState.summary()`; the worst of a layer's sites is shown
+_OF_SITES = {
+    "clipped_fraction": "outside", "below_fraction": "below", "misfit_fraction": "misfit",
+    "v_clipped_fraction": "clipped", "redone_fraction": "redone",
+}  # fmt: skip
+_OF_LISTS = ("skipped_fraction", "lost_mean", "lost_max")
+_NO_SHARES = dict.fromkeys(("dynamic_calls", *_OF_SITES, *_OF_LISTS), 0.0)
+
+
 def _row(layer: str, processor: Any, status: Any, note: str = "", **values: Any) -> Any:
-    empty: dict[str, Any] = {
-        "recipe": None,
-        "scaling": None,
-        "rotation": None,
-        "keep_noise": None,
-        "calls": 0,
-        "rotated_calls": 0,
-        "dynamic_calls": 0.0,
-        "fallbacks": {},
-        "clipped_fraction": 0.0,
-        "below_fraction": 0.0,
-        "misfit_fraction": 0.0,
-        "v_clipped_fraction": 0.0,
-        "redone_fraction": 0.0,
-        "skipped_fraction": 0.0,
-        "lost_mean": 0.0,
-        "lost_max": 0.0,
-        "beyond_limit": 0,
-        "dense": {},
-        "bytes_saved": 0,
-        "sent_bytes": 0,
-        "mixed": None,
-    }
+    empty = _UNPLANNED | _NO_COUNTS | _NO_SHARES | {"fallbacks": {}, "dense": {}}
     return {"layer": layer, "processor": processor, "status": status} | empty | values | {"note": note}
+
+
+def _events(processor: Any) -> dict[str, Any]:
+    """Return the counts of calls that a processor made without a plan, and of those in 16 bit."""
+    events = dict(zip(EVENTS, processor._sage.events.numbers(), strict=True))
+    fallbacks = {name: count for name, count in events.items() if count and name not in CALLS}
+    called = events["called"]
+    return {"calls": called, "dynamic_calls": called, "rotated_calls": events["rotated"], "fallbacks": fallbacks}
 
 
 def _counted(layer: Any, summary: Any, skipped: Any = ()) -> dict[str, Any]:
@@ -148,41 +146,25 @@ def _counted(layer: Any, summary: Any, skipped: Any = ()) -> dict[str, Any]:
 
     Args: summary: rows of ScaleState.summary(), or []. skipped: rows of SkipLists.summary(), or [].
     """
-    sage = layer.sage
-    events = dict(zip(EVENTS, sage._sage.events.numbers(), strict=True))
-    planned = [
-        (site, summary[i]) for site, i in zip(sage._sage.sites, layer.site_indices, strict=False) if i is not None
-    ]
-    scaled_by_call = events["called"]
-    calls = [scaled_by_call + sum(row["calls"] for _, row in planned)]
-    elements = [site.elements for site in sage._sage.sites if site.elements]
+    own, found = layer.own, _events(layer.sage)
+    planned = [summary[i] for i in layer.site_indices if i is not None]
+    found["calls"] += sum(row["calls"] for row in planned)
+    found["dynamic_calls"] += sum(row["dynamic_calls"] for row in planned)
+    worst = {name: max([row[of] for row in planned], default=0.0) for name, of in _OF_SITES.items()}
+    elements = [site.elements for site in own.sites if site.elements]
     per_call = sum(elements) / len(elements) if elements else 0
-    return {
-        "calls": calls[0],
-        "rotated_calls": events["rotated"],
-        "dynamic_calls": scaled_by_call + sum(row["dynamic_calls"] for _, row in planned),
-        "fallbacks": {name: count for name, count in events.items() if count and name not in CALLS},
-        "clipped_fraction": max([row["outside"] for _, row in planned], default=0.0),
-        "below_fraction": max([row["below"] for _, row in planned], default=0.0),
-        "misfit_fraction": max([row["misfit"] for _, row in planned], default=0.0),
-        "v_clipped_fraction": max([row["clipped"] for _, row in planned], default=0.0),
-        "redone_fraction": max([row["redone"] for _, row in planned], default=0.0),
-        **_skipped(layer, skipped),
-        "bytes_saved": int(calls[0] * per_call),  # one byte less per element
-        "sent_bytes": sage._sage.sent,
-    }
+    saved = int(found["calls"] * per_call)  # one byte less per element
+    return found | worst | _skipped(layer, skipped) | {"bytes_saved": saved, "sent_bytes": own.sent}
 
 
 def _skipped(layer: Any, summary: Any) -> dict[str, Any]:
     """Summarise skipped tiles of a layer: maxima over its call sites, and sums of counts."""
     rows = [summary[i] for i in layer.site_indices if i is not None and summary]
-    dense: dict[str, int] = {}
+    dense: Counter[str] = Counter()
     for row in rows:
-        for reason, number in row["dense"].items():
-            dense[reason] = dense.get(reason, 0) + number
-    names = ("skipped_fraction", "lost_mean", "lost_max")
-    worst = {name: max([row[name] for row in rows], default=0.0) for name in names}
-    return worst | {"beyond_limit": sum(row["beyond"] for row in rows), "dense": dense}
+        dense.update(row["dense"])
+    worst = {name: max([row[name] for row in rows], default=0.0) for name in _OF_LISTS}
+    return worst | {"beyond_limit": sum(row["beyond"] for row in rows), "dense": dict(dense)}
 
 
 def _has_attention(forward: Any) -> bool:
@@ -225,6 +207,36 @@ def _newer(processor: Any) -> str:
     return f", as {newer}: model.set_attn_processor({newer}())" if found else ""
 
 
+def _active_row(denoiser: Any, layer: Any, counted: dict[str, Any], rotation: Any) -> dict[str, Any]:
+    """Make the row of a layer that runs our processor. counted: of `_counted`."""
+    own, label = layer.own.config, denoiser._label(layer.name)  # a layer may have a scaling of its own
+    scaling, note = own.scaling.of_call, ""
+    if own.scaling.is_planned and not is_mixed(own):
+        unknown = [i is None for i in layer.site_indices] or [True]
+        scaling = own.scaling.name if not all(unknown) else own.scaling.of_call
+        mismatch = any(
+            s.state is not None and s.seen_head_dim and (s.seen_kv_heads, s.seen_head_dim) != (s.kv_heads, s.head_dim)
+            for s in layer.own.sites
+        )
+        if any(unknown) or mismatch:
+            note = "heads not known in advance; handle.refresh() after a first run gives it planned scales"
+    if patched := layer.own.patches.note():
+        note = patched
+    elif without_ours(getattr(layer.sage, "_attention_backend", None)) != layer.own.backend:
+        note = REMEDIES["backend"]
+    elif layer.module.training and own.training != "int8":
+        note = REMEDIES["training"]
+    rotated = "hadamard" if layer.own.rotated else "none"
+    counted |= {"recipe": own.recipe, "scaling": scaling, "rotation": rotated, "keep_noise": own.keep.noise}
+    said = [note or rotation.note(label)]
+    if is_mixed(own):
+        counted |= {"scaling": "per_token", "mixed": mixed_facts(own, layer.own.sites, denoiser.device)}
+        said.append(mixed_note(counted["mixed"]))
+    note = "; ".join(filter(None, [*said, *_range_notes(own.keep.noise), *_plan_notes(counted)]))
+    row: dict[str, Any] = _row(label, type(layer.module.processor).__name__, ACTIVE, note, **counted)
+    return row
+
+
 def _denoiser_rows(denoiser: Any, rotation: Any) -> list[dict[str, Any]]:
     summary = denoiser.state.summary() if denoiser.state is not None else []
     lists = denoiser.state.kept.skip_lists if denoiser.state is not None else None
@@ -235,41 +247,11 @@ def _denoiser_rows(denoiser: Any, rotation: Any) -> list[dict[str, Any]]:
         label, processor = denoiser._label(name), type(module.processor).__name__
         inside.add(id(module))
         layer = layers.get(id(module))
-        if layer is not None:
-            counted = _counted(layer, summary, skipped)
-            if module.processor is layer.sage:
-                own = layer.own.config  # a layer may have a scaling of its own
-                scaling, note = own.scaling.of_call, ""
-                if own.scaling.is_planned and not is_mixed(own):
-                    unknown = [i is None for i in layer.site_indices] or [True]
-                    scaling = own.scaling.name if not all(unknown) else own.scaling.of_call
-                    mismatch = any(
-                        s.state is not None
-                        and s.seen_head_dim
-                        and (s.seen_kv_heads, s.seen_head_dim) != (s.kv_heads, s.head_dim)
-                        for s in layer.own.sites
-                    )
-                    if any(unknown) or mismatch:
-                        note = "heads not known in advance; handle.refresh() after a first run gives it planned scales"
-                if patched := layer.own.patches.note():
-                    note = patched
-                elif without_ours(getattr(layer.sage, "_attention_backend", None)) != layer.own.backend:
-                    note = REMEDIES["backend"]
-                elif module.training and own.training != "int8":
-                    note = REMEDIES["training"]
-                note = note or rotation.note(label)
-                rotated = "hadamard" if layer.own.rotated else "none"
-                counted |= {"recipe": own.recipe, "scaling": scaling, "rotation": rotated}
-                counted |= {"keep_noise": own.keep.noise}
-                if is_mixed(own):
-                    counted |= {"scaling": "per_token"}
-                    counted["mixed"] = mixed_facts(own, layer.own.sites, denoiser.device)
-                    note = "; ".join([note] * bool(note) + [mixed_note(counted["mixed"])])
-                note = "; ".join([note] * bool(note) + _range_notes(own.keep.noise) + _plan_notes(counted))
-                rows.append(_row(label, processor, ACTIVE, note, **counted))
-            else:
-                note = _replaced_note(module.processor, will_follow)
-                rows.append(_row(label, processor, REPLACED, note, **counted))
+        counted = {} if layer is None else _counted(layer, summary, skipped)
+        if layer is not None and module.processor is layer.sage:
+            rows.append(_active_row(denoiser, layer, counted, rotation))
+        elif layer is not None:
+            rows.append(_row(label, processor, REPLACED, _replaced_note(module.processor, will_follow), **counted))
         elif not is_sage(module.processor) and attention_calls(type(module.processor).__call__):
             rows.append(_row(label, processor, REPLACED, f"{processor} is new; handle.refresh() swaps it"))
         else:
@@ -298,12 +280,10 @@ def _guest_rows(denoiser: Any) -> list[dict[str, Any]]:
     """Make rows of Sage processors that a pipeline put in, each for several layers in turn."""
     rows = []
     for processor in denoiser.guests.values():
-        events = dict(zip(EVENTS, processor._sage.events.numbers(), strict=True))
         own, name = processor._sage.config, type(processor).__name__
-        counted = {"calls": events["called"], "dynamic_calls": events["called"], "rotated_calls": events["rotated"]}
-        counted["fallbacks"] = {name: count for name, count in events.items() if count and name not in CALLS}
         kind = {"recipe": own.recipe, "scaling": own.scaling.of_call, "rotation": "none", "keep_noise": ()}
-        rows.append(_row(denoiser._label(name), name, ACTIVE, "put there by the pipeline", **kind, **counted))
+        said = "put there by the pipeline"
+        rows.append(_row(denoiser._label(name), name, ACTIVE, said, **kind, **_events(processor)))
     return rows
 
 
@@ -337,9 +317,9 @@ def build_report(handle: Any) -> Report:
     rows = []
     for denoiser in handle._denoisers:
         rows += [*_denoiser_rows(denoiser, handle._rotation), *_guest_rows(denoiser)]
-        if denoiser.perturbed:
-            notes.append(f'"replaced" in {denoiser.name or type(denoiser.model).__name__}: {PAG_REMEDY}.')
         name = denoiser.name or type(denoiser.model).__name__
+        if denoiser.perturbed:
+            notes.append(f'"replaced" in {name}: {PAG_REMEDY}.')
         if denoiser.state is not None:
             notes.append(f"Noise level of {name} follows {_follows(handle, denoiser)}.")
             notes += _table_notes(denoiser)

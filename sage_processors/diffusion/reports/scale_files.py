@@ -31,7 +31,7 @@ from sage_kernels.facts.state import (
 )
 
 from ...files.strict_json import config_hash, some, strict_json, strict_object
-from ...files.whole_file import write_whole
+from ...files.whole_file import check_input, given_path, write_whole
 from ...version import __version__
 
 
@@ -46,19 +46,14 @@ MAX_RUN = 2**31 - 2**16  # fits into int32, with room for later runs
 _METADATA_KEY = "sage_processors"
 _FILE_FIELDS = {"format_version": int, "package_version": str, "parts": list}
 _PART_FIELDS = {
-    "name": str,
-    "model_class": str,
-    "config_hash": str,
-    "dtype": str,
-    "adapters": list,
-    "bins": int,
-    "margin": float,
+    "name": str, "model_class": str, "config_hash": str, "dtype": str, "adapters": list, "bins": int, "margin": float,
     "layers": list,
-}
+}  # fmt: skip
 _LAYER_FIELDS = {"name": str, "kv_heads": int, "head_dim": int, "rotation": str}
 _DTYPE_NAMES = {torch.float32: "F32", torch.int32: "I32", torch.bool: "BOOL"}
 _SAVE_AGAIN = "save it again with handle.save_scales"
 _NO_JSON = f"safetensors only, {_SAVE_AGAIN}"
+_NO_OTHER = "; safetensors only: other formats can run code when they are read"
 
 
 def save_scales(handle, path: str | os.PathLike) -> None:
@@ -68,18 +63,15 @@ def save_scales(handle, path: str | os.PathLike) -> None:
     Raises: TypeError or ValueError for a wrong path, and for a handle without timestep scales; RuntimeError for a
         removed handle; OSError.
     """
-    path = _checked_path(path)
+    path = given_path(path, ".safetensors", _NO_OTHER)
     denoisers = _planned_denoisers(handle)
     tensors: dict[str, torch.Tensor] = {}
     for denoiser in denoisers:
         own = _snapshot(denoiser)
         _check_values(denoiser, own)
         tensors |= {_key(denoiser, name): tensor for name, tensor in own.items()}
-    metadata = {
-        "format_version": FORMAT_VERSION,
-        "package_version": __version__,
-        "parts": [_describe(p) for p in denoisers],
-    }
+    parts = [_describe(denoiser) for denoiser in denoisers]
+    metadata = {"format_version": FORMAT_VERSION, "package_version": __version__, "parts": parts}
     content = _safetensors().save(tensors, metadata={_METADATA_KEY: json.dumps(metadata)})
     if len(content) > MAX_FILE_BYTES:
         raise ValueError(f"handle: got scales of {len(content)} bytes, expected at most {MAX_FILE_BYTES}")
@@ -105,7 +97,7 @@ def load_scales(handle, path: str | os.PathLike, on_mismatch: str = "error") -> 
     if on_mismatch not in ("error", "fresh"):
         raise ValueError(f'on_mismatch: got {on_mismatch!r}, expected "error" or "fresh"')
     _safetensors()
-    path = _checked_path(path)
+    path = given_path(path, ".safetensors", _NO_OTHER)
     denoisers = _planned_denoisers(handle)
     snapshots = [_snapshot(denoiser) for denoiser in denoisers]
     expected = {
@@ -149,18 +141,6 @@ def _parse(content: bytes) -> dict[str, torch.Tensor]:
         return _safetensors().load(content)
     except SafetensorError as error:  # offsets that overlap, leave gaps, or end beyond the file
         raise ValueError(f"path: got a file that safetensors refuses ({error}); {_SAVE_AGAIN}") from error
-
-
-def _checked_path(path) -> Path:
-    if not isinstance(path, (str, os.PathLike)):
-        raise TypeError(f"path: got {type(path).__name__}, expected a str or a Path that ends in .safetensors")
-    path = Path(path)
-    if path.suffix != ".safetensors":
-        raise ValueError(
-            f"path: got {path.name!r}, expected a name that ends in .safetensors; safetensors only: other formats can "
-            "run code when they are read"
-        )
-    return path
 
 
 def _planned_denoisers(handle) -> list:
@@ -215,12 +195,7 @@ def _snapshot(denoiser) -> dict[str, torch.Tensor]:
 
 def _read(path: Path, expected: dict[str, torch.Tensor], parts: list[dict]) -> bytes:
     """Read a file and check everything but its values. Reads no more bytes than the handle needs."""
-    if not path.exists():
-        raise FileNotFoundError(
-            f"path: got {path.name!r}, which does not exist, expected a file of handle.save_scales"
-        )
-    if not path.is_file():
-        raise ValueError(f"path: got {path.name!r}, which is no regular file, expected a file of handle.save_scales")
+    check_input(path, "a file of handle.save_scales")
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size > MAX_FILE_BYTES:
@@ -247,11 +222,8 @@ def _read(path: Path, expected: dict[str, torch.Tensor], parts: list[dict]) -> b
 
 def _refuse_other_formats(start: bytes) -> None:
     known = {
-        b"PK\x03\x04": "a zip archive (torch.save)",
-        b"\x80": "a pickle",
-        b"\x89HDF": "an HDF5 file",
-        b"GGUF": "GGUF",
-    }
+        b"PK\x03\x04": "a zip archive (torch.save)", b"\x80": "a pickle", b"\x89HDF": "an HDF5 file", b"GGUF": "GGUF",
+    }  # fmt: skip
     for magic, kind in known.items():
         # A safetensors header of 128 bytes starts with \x80 too, but no pickle has six zeros after its protocol.
         if start.startswith(magic) and start[2:] != bytes(6):

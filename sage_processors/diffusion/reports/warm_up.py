@@ -11,7 +11,6 @@ import logging
 import time
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +32,7 @@ from sage_kernels.ops.warm_up import (
 from sage_kernels.planning.state import closing_call
 
 from ...linears.postponed.norm_layers import NormState, norm_width
+from ...reporting.progress import progress_bar
 from ..calls.processor_state import CallSite
 from ..heads.head_norms import HeadNormState
 from ..heads.rotary import usual_angles
@@ -112,10 +112,12 @@ def warm_up(denoisers, *, progress: bool = True, device: torch.device | None = N
             started.append(_compile(denoiser, call_kinds(denoiser, where, all_steps=True), where))
     jobs = {job.kind: job for compiling in started for job in compiling.jobs}
     known = {kind for compiling in started for kind in compiling.known} - set(jobs)
-    with _bar(progress and bool(jobs), len(jobs)) as tick:
+    with progress_bar(progress and bool(jobs)) as show:
+        on_kernel = show("compiling kernels", len(jobs))
         for job in jobs.values():
             job.finished.wait()
-            tick()
+            if on_kernel is not None:
+                on_kernel()
     for compiling in started:
         compiling.wait()
     cached = len(known) + sum(job.cached is True for job in jobs.values())
@@ -253,18 +255,3 @@ def _compile(denoiser, kinds, device: torch.device, only_seen: bool = False):
         others += [call for kind in linear_kinds(denoiser) for call in linear_calls(kind, device)]
     closing = None if denoiser.state is None else closing_call(denoiser.state, device)
     return compile_ahead(kinds, device, others + ([] if closing is None else [closing]))
-
-
-@contextmanager
-def _bar(enabled: bool, total: int):
-    """Show a progress bar of rich. Yields a function that advances it by one kernel."""
-    if not enabled:
-        yield lambda: None
-        return
-    try:
-        from rich.progress import Progress
-    except ImportError as error:
-        raise ImportError("the progress bar needs rich: pip install sage-processors, or progress=False") from error
-    with Progress() as bar:
-        task = bar.add_task("compiling kernels", total=total)
-        yield lambda: bar.advance(task)

@@ -144,9 +144,6 @@ def _tracked_class(base: Any) -> Any:
     It has the name of its base, because diffusers saves the name of a scheduler's class.
     """
 
-    def run_of(scheduler):
-        return scheduler.__dict__.get("_sage")
-
     def reporting(method, report):
         @functools.wraps(method)  # pipelines inspect the signatures of set_timesteps and step
         def call(self, *args, **kwargs):

@@ -142,11 +142,6 @@ class Steps:
         """Index of the running step in the scheduler's timesteps."""
         return self.progress.place
 
-    @property
-    def total(self) -> int:
-        """Number of the scheduler's timesteps; 0 before a first run."""
-        return self.progress.total
-
     def window_of(self, span) -> Window:
         """Return the step window of the layers with the range of noise levels `span`."""
         return self._windows[span]
