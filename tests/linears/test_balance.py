@@ -15,7 +15,7 @@ from sage_processors.linears import balance
 from sage_processors.linears.weights.linear_state import linear_state
 from tests.linears.compiled.test_compile import Backend, compiled_ops
 from tests.linears.counting import OpCounter, relative_error
-from tests.linears.test_pipelines import ALL, draw, pipeline, psnr
+from tests.linears.test_pipelines import draw, pipeline, psnr
 from tests.linears.test_qkv import Attention
 from tests.support.tiny_models import MODELS
 
@@ -53,22 +53,16 @@ def balances(model):
 
 
 # the bar: 3 dB; without a balance more than 30 are lost
-@pytest.mark.parametrize(
-    ("name", "norms"),
-    [("tiny_sd", 12), ("tiny_flux", 11)],
-)
 @pytest.mark.slow("pictures of a whole pipeline")
-def test_planted_outliers_cost_pictures_less_than_3_db(name, norms):
-    pipe = pipeline(name)
-    model = pipe.unet if name == "tiny_sd" else pipe.transformer
-    padded = {} if name == "tiny_sd" else {"max_sequence_length": 512}  # of 32 tokens alone it is 3.1 dB
-    stock = draw(pipe, **padded)
-    with sp.quantize_linears(model, min_features=0):
-        assert not balances(model)  # trained layers without outliers stay as they are
-        plain = psnr(draw(pipe, **padded), stock)
-    with inject_channel_outliers(model) as names, sp.quantize_linears(model, min_features=0) as swap:
-        assert len(names) == norms
-        assert psnr(draw(pipe, **padded), stock) > plain - 3 and swap.report().fallbacks == {}
+def test_planted_outliers_cost_pictures_less_than_3_db():
+    pipe = pipeline("tiny_sd")
+    stock = draw(pipe)
+    with sp.quantize_linears(pipe.unet, min_features=0):
+        assert not balances(pipe.unet)  # trained layers without outliers stay as they are
+        plain = psnr(draw(pipe), stock)
+    with inject_channel_outliers(pipe.unet) as names, sp.quantize_linears(pipe.unet, min_features=0) as swap:
+        assert len(names) == 12
+        assert psnr(draw(pipe), stock) > plain - 3 and swap.report().fallbacks == {}
 
 
 def test_the_bar_is_missed_without_a_balance(planted, monkeypatch):
@@ -193,13 +187,12 @@ def test_compiled_code_reads_the_balance():
         )
 
 
-@pytest.mark.slow("compiles two models")
 def test_compiled_code_makes_as_many_calls_as_without_outliers(planted):
     model, inputs, expected, plain = planted
     with sp.quantize_linears(model, min_features=0), torch.no_grad():
         with OpCounter() as ops:
             run(model, inputs)
-        got, found = compiled_ops(model, lambda compiled: compiled(**inputs, return_dict=False)[0], "inductor")
+        got, found = compiled_ops(model, lambda compiled: compiled(**inputs, return_dict=False)[0])
     assert relative_error(got, expected) < plain * 10 ** (3 / 20)
     multiplied = ops.multiplied - 2 * len(model.transformer_blocks)  # values are joined there
     assert (len(found["quantize_activation"]), len(found["quantized_linear"])) == (ops.quantized, multiplied)
@@ -215,12 +208,6 @@ def test_offloaded_layer_by_layer_every_run_is_the_same(planted):
         first = run(twin, inputs)
         assert relative_error(first, expected) < plain * 10 ** (3 / 20)
         assert all(torch.equal(run(twin, inputs), first) for _ in range(2)) and swap.report().fallbacks == {}
-
-
-def test_a_handle_balances_too(planted):
-    model, inputs, expected, _ = planted
-    with sp.apply(model, sp.SageAttnProcessor(scaling="dynamic", **ALL)):
-        assert balances(model) and relative_error(run(model, inputs), expected) < 0.03
 
 
 class Normed(nn.Module):

@@ -234,17 +234,3 @@ def test_layers_without_their_16_bit_weights_are_not_taken():
     with pytest.raises(RuntimeError, match="dropped"):
         linears(model.blocks[0])
     assert statuses(outer) == ["active"] * 4 and torch.equal(model(X) + 0, before)
-
-
-def test_a_denoiser_and_a_part_of_it():
-    model, run = flux()
-    stock = run()
-    handle = attention_too(model)
-    before = run()
-    with sp.quantize_linears(model.transformer_blocks[0], "fp8", min_features=0):
-        assert not torch.equal(run(), before)
-        assert "another's" in {row["status"] for row in handle.report().linears.rows}
-    assert torch.equal(run(), before)
-    assert "another's" not in {row["status"] for row in handle.report().linears.rows}
-    handle.remove()
-    assert not ours_in(model) and torch.equal(run(), stock)

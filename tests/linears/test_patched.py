@@ -13,7 +13,6 @@ from torch import nn
 import sage_processors as sp
 from tests.linears.counting import relative_error
 from tests.linears.test_modules import layer, only, swapped
-from tests.support.tiny_language_models import MODELS
 
 
 FORWARD, LINEAR = nn.Linear.forward, F.linear
@@ -129,24 +128,3 @@ def test_a_norms_forward_is_followed(norm, monkeypatch):
         context.setattr(norm, "forward", lambda self, x: 3 * own(self, x))
         assert relative_error(louder, model(x)) < 0.05
     assert calls == 8
-
-
-@pytest.mark.parametrize("name", ["apply_rotary_pos_emb", "eager_attention_forward", "forward"])
-def test_attention_modules_that_turn_heads_in_one_pass_follow(name, monkeypatch):
-    from transformers.models.llama import modeling_llama
-
-    model, inputs = MODELS["llama"]()
-    owner = modeling_llama.LlamaAttention if name == "forward" else modeling_llama
-    own, calls = getattr(owner, name), []
-
-    def counted(*args, **kwargs):
-        calls.append(name)
-        return own(*args, **kwargs)
-
-    with swapped(model):
-        before = model(**inputs).logits
-        with monkeypatch.context() as context:
-            context.setattr(owner, name, counted)
-            model(**inputs)
-        assert len(calls) == model.config.num_hidden_layers
-        assert torch.equal(model(**inputs).logits, before)

@@ -7,12 +7,10 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import sage_processors as sp
 from sage_processors.postponed.region import opened
 from tests.linears.counting import OpCounter, expected_error, relative_error
-from tests.support.tiny_models import MODELS
 
 
 pytestmark = pytest.mark.usefixtures("library_tests")
@@ -208,24 +206,3 @@ def named(model, x, text):
     """(projection, its input), in the order of JointAttention's results."""
     own, added = (model.to_q, model.to_k, model.to_v), (model.add_q_proj, model.add_k_proj, model.add_v_proj)
     return [(module, x) for module in own] + [(module, text) for module in added]
-
-
-def test_what_a_model_puts_side_by_side_is_in_one_piece():
-    model, inputs = MODELS["flux"]()
-    joined = []
-
-    class Seen(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            if func is torch.ops.aten.cat.default and args[0][0].dim() == 4:
-                joined.append([x.is_contiguous() for x in args[0]])
-            return func(*args, **(kwargs or {}))
-
-    with (
-        sp.apply(model, sp.SageAttnProcessor(min_tokens=0, linears=sp.Linears("int8", min_features=0))),
-        torch.no_grad(),
-    ):
-        for _ in range(3):
-            joined.clear()
-            with Seen():
-                model(**inputs, return_dict=False)
-    assert joined == [[True, True]] * len(model.transformer_blocks)  # values; queries and keys wait for attention

@@ -7,15 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from diffusers import UNet2DConditionModel
 from torch import nn
 
-import sage_processors as sp
 from sage_processors.linears import modules, swap
 from sage_processors.linears.quantize import quantize_linears
 from sage_processors.linears.short_forwards import shapes_of
 from sage_processors.linears.weights import linear_state as weights
-from sage_processors.linears.weights.linear_state import linear_state
 
 
 LEAST = 2**16  # multiply-adds: 8 rows of 64 x 64 are short, 64 rows are not
@@ -84,32 +81,6 @@ def test_from_the_third_forward_alike_on_no_layer_is_looked_at_and_all_are_count
         assert len(timed) == (4 if i < 2 else 0), i
         assert counts(handle) == (0, 4 * (i + 1))
     assert handle.forwards_without_eager_calls() == 0
-
-
-def test_calls_of_known_forwards_are_in_the_report_of_attention_and_linear_layers(timed):
-    torch.manual_seed(0)
-    unet = UNet2DConditionModel(
-        sample_size=8,
-        block_out_channels=(32, 64),
-        norm_num_groups=8,
-        layers_per_block=1,
-        attention_head_dim=4,
-        cross_attention_dim=32,
-        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
-        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
-    ).eval()
-    inputs = (torch.randn(1, 4, 8, 8), torch.tensor(5), torch.randn(1, 7, 32))
-    with torch.no_grad(), sp.apply(unet, sp.SageAttnProcessor(linears=sp.Linears("int8", min_features=16))) as handle:
-        for module in unet.modules():
-            if state := linear_state(module):
-                state.shared.least_work = 2**50
-                state.find_short()
-        unet(*inputs)
-        calls = handle.report().linears.fallbacks["short"]
-        for i in range(2, 7):
-            timed.clear()
-            unet(*inputs)
-            assert bool(timed) == (i < 3) and handle.report().linears.fallbacks == {"short": i * calls}
 
 
 def test_a_forward_of_other_shapes_is_looked_at_and_runs_in_8_bit(timed):

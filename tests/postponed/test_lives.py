@@ -70,9 +70,3 @@ def failures(seeds, monkeypatch, name):
 @pytest.mark.parametrize("name", ["flux", "llama"])
 def test_lives(name, monkeypatch):
     assert not failures(range(12), monkeypatch, name)
-
-
-@pytest.mark.slow("sixteen lives of more models; test_lives has two dozen")
-@pytest.mark.parametrize("name", ["flux", "llama", "qwen_image", "gemma2"])
-def test_many_lives(name, monkeypatch):
-    assert not failures(range(100, 104), monkeypatch, name)

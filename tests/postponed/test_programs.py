@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 
-import pytest
 import torch
 
 import sage_processors as sp
@@ -66,19 +65,9 @@ def test_programs_of_users(monkeypatch):
     assert not failures(range(120), monkeypatch, tuple(STEPS))
 
 
-@pytest.mark.slow("two hundred more programs; test_programs_of_users runs a hundred")
-def test_many_programs_of_users(monkeypatch):
-    assert not failures(range(200, 400), monkeypatch, tuple(STEPS))
-
-
 def test_programs_of_libraries(monkeypatch, library_tests):
     """What waits there, and writes in place between, which are noticed."""
     assert not failures(range(120), monkeypatch, LIBRARY, may_refuse=True)
-
-
-@pytest.mark.slow("two hundred more programs; test_programs_of_libraries runs a hundred")
-def test_many_programs_of_libraries(monkeypatch, library_tests):
-    assert not failures(range(200, 400), monkeypatch, LIBRARY, may_refuse=True)
 
 
 def test_results_wait_in_programs_of_libraries(monkeypatch, library_tests):

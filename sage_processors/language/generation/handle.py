@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-import torch
+import sage_kernels
+from sage_kernels.facts import crossover
 
 from ...linears.quantize import quantize_linears
 from ...linears.swap import LinearSwap, swap_of
@@ -23,7 +24,6 @@ from .decode_graphs import DecodeGraphs, start_graphs, stop_graphs
 
 logger = logging.getLogger("sage_processors")
 
-NEVER = 2**62  # min_tokens with which every call over 16-bit keys is short
 # option → what is meant instead, for options that mean nothing for a language model
 _MEANINGLESS = {
     "scaling": "leave it out: a prompt has no denoising steps, and each token has a scale of its own",
@@ -164,17 +164,15 @@ def apply_to_language_model(model: Any, config: SageAttnProcessor) -> LanguageHa
 
 def check_options(config: SageAttnProcessor) -> None:
     """Raise ValueError for an option that means nothing here, naming the alternative."""
-    from sage_kernels import RECIPES, Mixed
-
     usual = Scaling()
     wrong = {
         "scaling": config.scaling not in (usual, Scaling("per_token"), Scaling("dynamic")),
         "keep": config.keep != Keep(),
         "skip": config.skip is not None,
-        "mixed": config.mixed != Mixed.of(None),
+        "mixed": config.mixed != sage_kernels.Mixed.of(None),
         "exchange": config.exchange != "16bit",
         "rotation": config.rotation == "auto",
-        "recipe": config.recipe not in (*RECIPES, "16bit"),
+        "recipe": config.recipe not in (*sage_kernels.RECIPES, "16bit"),
         "layers": any(config.rules(option) for option in (*OF_ATTENTION, "recipe", "scaling", "rotation")),
     }
     for name, is_wrong in wrong.items():
@@ -185,13 +183,11 @@ def check_options(config: SageAttnProcessor) -> None:
 
 def implementation_of(config: SageAttnProcessor) -> str:
     """Return the name of the attention implementation with these options. Registers it if need be."""
-    import sage_kernels
-
     sixteen = config.recipe == "16bit"
     recipe = sage_kernels.DEFAULT_RECIPE if sixteen else config.recipe
     options: dict[str, Any] = {
         "recipe": recipe,
-        "min_tokens": NEVER if sixteen else config.min_tokens,
+        "min_tokens": crossover.NEVER if sixteen else config.min_tokens,
         "on_unsupported": config.on_unsupported,
         "training": config.training,
         "rotation": config.rotation,
@@ -203,10 +199,3 @@ def implementation_of(config: SageAttnProcessor) -> str:
     tokens = "16bit" if sixteen else "" if config.min_tokens is None else f"from_{config.min_tokens}"
     parts = (name_of(recipe), tokens, config.on_unsupported, config.training, config.rotation)
     return register_transformers("_".join(part for part in parts if part), **options)[0]
-
-
-def is_language_model(model: Any) -> bool:
-    """True for a model of transformers."""
-    from transformers import PreTrainedModel
-
-    return isinstance(model, PreTrainedModel) and isinstance(model, torch.nn.Module)

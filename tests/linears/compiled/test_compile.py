@@ -141,47 +141,6 @@ def test_layers_that_stay_exact_are_counted_in_graphs_too():
         assert swap.report().fallbacks == {"training": 3}
 
 
-class Projections(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(48)
-        self.to_q, self.to_k, self.to_v = (nn.Linear(48, 48) for _ in range(3))
-        self.overwrites = False
-
-    def forward(self, x):
-        x = self.norm(x)
-        q = self.to_q(x)
-        if self.overwrites:
-            x.mul_(-2)
-        return q + self.to_k(x) + self.to_v(x)
-
-
-@pytest.mark.parametrize("overwrites", [False, True])
-def test_compiled_code_quantises_an_activation_once(overwrites):
-    torch._dynamo.reset()
-    block, x = Projections().eval().requires_grad_(False), torch.randn(2, 6, 48)
-    block.overwrites = overwrites
-    expected = block(x)
-    counted = []
-
-    def count(graph):
-        counted.append(sum(ops_of(node.target)[0] for node in graph.nodes))
-
-    with sp.quantize_linears(block, min_features=0), torch.no_grad():
-        from torch._inductor import config
-
-        fuse_in_compiled_code()
-        before = config.pre_grad_custom_pass
-        try:
-            add_graph_pass(count, os.urandom(8))  # compiled code of an earlier run counts nothing
-            assert relative_error(torch.compile(block, fullgraph=True, backend=passes_alone)(x), expected) < 0.03
-        finally:
-            config.pre_grad_custom_pass = before
-    assert counted == [2 if overwrites else 1]
-    add_graph_pass(fuse, b"")
-    assert config.pre_grad_custom_pass is before  # once is enough
-
-
 def test_the_pass_keeps_what_was_there_before():
     from torch._inductor import config
 
@@ -197,6 +156,9 @@ def test_the_pass_keeps_what_was_there_before():
         first = pickle.dumps(config.pre_grad_custom_pass)
         add_graph_pass(lambda graph: None, b"2")
         assert pickle.dumps(config.pre_grad_custom_pass) not in (first, pickle.dumps(None))
+        known = config.pre_grad_custom_pass
+        fuse_in_compiled_code()
+        assert config.pre_grad_custom_pass is known  # once is enough
     finally:
         config.pre_grad_custom_pass = before
 
@@ -415,17 +377,6 @@ def test_casts_to_a_smaller_type_stay_in_front_of_a_norm_and_a_sum():
     with sp.quantize_linears(model, min_features=0):
         _, found = compiled_ops(model, lambda compiled: compiled(x, vector, residual))
     assert found["quantize_activation"][0][0].target == found["quantized_linear"][0][7].target == "bfloat16"
-
-
-def test_casts_around_a_gate_and_a_residual_are_of_the_same_call():
-    model = Layers(FINISHES["casts"][0]).bfloat16()
-    x, vector, residual = (torch.randn(*s).bfloat16() for s in ((2, 6, 48), (2, 1, 48), (2, 6, 64)))
-    expected = model(x, vector.float(), residual)
-    with sp.quantize_linears(model, min_features=0):
-        got, found = compiled_ops(model, lambda compiled: compiled(x, vector.float(), residual))
-    (linear,) = found["quantized_linear"]
-    assert linear[6] is not None and linear[7] is not None and linear[8] == got.dtype == torch.bfloat16
-    assert relative_error(got, expected) < 0.03
 
 
 def test_what_a_call_may_write_to():

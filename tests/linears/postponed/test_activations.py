@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 
 import pytest
@@ -123,29 +122,6 @@ def test_what_a_forward_left_that_raised_goes_with_the_next_one():
 
 
 @torch.no_grad()
-def test_layers_called_outside_of_a_forward_keep_nothing(quantised):
-    net, stock, x = model(), model(), draw(1)
-    with sp.quantize_linears(net, min_features=0):
-        net(x)
-        for seed in (2, 3):
-            assert error(net.blocks[0](x), stock.blocks[0](x)) < 0.02
-            write_uncounted(x, seed)
-        assert quantised[-1] is x
-
-
-@torch.no_grad()
-def test_a_layer_alone_keeps_nothing_for_its_next_forward():
-    """Nobody tells it when one is over."""
-    torch.manual_seed(0)
-    stock = nn.Linear(WIDTH, WIDTH).eval().requires_grad_(False)
-    layer, x = copy.deepcopy(stock), draw(1)
-    with sp.quantize_linears(layer, min_features=0):
-        layer(x)
-        write_uncounted(x)
-        assert error(layer(x), stock(x)) < 0.02
-
-
-@torch.no_grad()
 def test_a_part_that_is_compiled_may_write_within_a_forward():
     """Its CUDA graphs replay between eager layers, into the tensors that they gave out before."""
     net, stock = (model(between=write_uncounted) for _ in range(2))
@@ -163,17 +139,6 @@ def test_results_that_wait_for_another_layer_leave_with_the_forward():
         write_uncounted(x)
         net.blocks[0].keys_alone = stock.blocks[0].keys_alone = True
         assert error(net(x), stock(x)) < 0.02
-
-
-@torch.no_grad()
-def test_copies_keep_nothing_for_their_next_forward():
-    net, stock, x = model(), model(), draw(1)
-    with sp.quantize_linears(net, min_features=0):
-        net(x)
-        twin = copy.deepcopy(net)
-        for seed in (2, 3):
-            assert error(twin(x), stock(x)) < 0.02
-            write_uncounted(x, seed)
 
 
 @torch.no_grad()

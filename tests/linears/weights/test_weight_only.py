@@ -93,17 +93,6 @@ def test_layers_of_one_row_a_sample_lose_their_16_bit_weights_and_no_others(line
     assert swap.report().fallbacks == {} and "int8_weights" in str(swap.report())
 
 
-def test_without_drop_weights_they_stay_as_they_are():
-    model, (_, time) = made()
-    stock = copy.deepcopy(model)
-    with sp.quantize_linears(model, min_features=0) as swap:
-        found = {row["layer"]: row["status"] for row in swap.report().rows}
-        assert found["blocks.0.norm1.linear"] == "protected" and found["time_embedder"] == "outside of the blocks"
-        for name in OF_A_SAMPLE:
-            assert type(model.get_submodule(name)) is nn.Linear
-        assert torch.equal(model.time_embedder(time), stock.time_embedder(time))
-
-
 def test_options_say_otherwise():
     model, _ = made()
     found = formats(dropped(model, layers={"*norm1*": "none", "norm_out.*": "int8", "time_embedder": "none"}))
@@ -203,14 +192,6 @@ def test_calls_it_can_not_do_use_what_the_codes_stand_for():
     assert torch.equal(layer(x).isfinite().all(-1), torch.tensor([True, False, True]))
 
 
-def test_weights_that_are_not_finite_keep_their_16_bits():
-    model, (_, time) = made()
-    model.time_embedder.weight[0, 0] = torch.inf
-    expected = model.time_embedder(time)
-    swap = dropped(model)
-    assert torch.equal(model.time_embedder(time), expected) and swap.report().fallbacks == {"weight": 1}
-
-
 def test_weights_that_are_made_at_a_call_are_dropped_before_the_next(monkeypatch):
     from sage_processors.linears.swap import LinearSwap
 
@@ -244,42 +225,6 @@ def test_they_can_neither_be_saved_nor_put_back_and_copies_compute_the_same():
     assert model.norm_out.linear._buffers["_sage_codes"].dtype == torch.int8
 
 
-def test_lora_on_a_modulation_is_added_in_16_bit():
-    peft = pytest.importorskip("peft")
-    for before in (True, False):
-        stock, inputs = MODELS["flux"]()
-        model = copy.deepcopy(stock)
-
-        def run(model, inputs=inputs):
-            with torch.no_grad():
-                return model(**copy.deepcopy(inputs), return_dict=False)[0]
-
-        def add(model):
-            torch.manual_seed(1)
-            config = peft.LoraConfig(r=4, lora_alpha=12, target_modules=["norm1.linear"])
-            model.add_adapter(config, adapter_name="style")
-            for key, parameter in model.named_parameters():
-                if "lora_B" in key:
-                    nn.init.normal_(parameter, std=0.3)
-            model.eval().requires_grad_(False)
-
-        plain = run(stock)
-        add(stock)
-        expected = run(stock)
-        assert relative_error(plain, expected) > 0.05
-        if before:
-            add(model)
-        swap = dropped(model)
-        run(model)
-        if not before:
-            add(model)
-            swap.refresh()
-        assert formats(swap)["transformer_blocks.0.norm1.linear"] == "int8_weights"
-        assert relative_error(run(model), expected) < 0.03 and swap.report().fallbacks == {}
-        model.delete_adapters("style")
-        assert relative_error(run(model), plain) < 0.03
-
-
 def test_compiled_code_is_one_graph_with_the_op():
     torch._dynamo.reset()
     model, inputs = made()
@@ -305,16 +250,6 @@ def test_compiled_code_is_one_graph_with_the_op():
     layer = model.norm_out.linear.bfloat16()
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.compile(layer, fullgraph=True, backend=backend)(torch.randn(3, 48)).dtype == torch.bfloat16
-
-
-def test_a_device_map_moves_them():
-    accelerate = pytest.importorskip("accelerate")
-    model, inputs = made()
-    expected = model(*inputs)
-    model = accelerate.dispatch_model(model, {"": "cpu"}, main_device="cpu", force_hooks=True)
-    swap = dropped(model)
-    assert relative_error(model(*inputs), expected) < 0.03
-    assert swap.report().fallbacks == {} and formats(swap)["norm_out.linear"] == "int8_weights"
 
 
 def test_through_the_handle():

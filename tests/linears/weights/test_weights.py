@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-import sage_kernels
 import sage_processors as sp
 from sage_processors.linears.weights import linear_state as weights
 from sage_processors.linears.weights.fingerprints import are_changed, sample_of
@@ -125,12 +124,6 @@ def test_one_module_in_two_places_is_swapped_once():
     assert type(shared) is nn.Linear and torch.equal(shared.weight, expected.weight)
 
 
-def test_the_weight_is_what_quantize_weight_makes(layer):
-    module, _ = layer
-    codes, scale = sage_kernels.quantize_weight(module.weight)
-    assert torch.equal(module._buffers["_sage_codes"], codes) and torch.equal(module._buffers["_sage_scale"], scale)
-
-
 # --- without the 16-bit weights ---
 
 
@@ -148,32 +141,6 @@ def test_dropped_weights_free_their_memory_and_change_no_result():
     assert relative_error(block[0](x.bfloat16()) + 0, expected[0]) < 0.02
     needing = x.bfloat16().requires_grad_()  # exact calls use what the codes stand for
     assert relative_error(block[0](needing).detach(), expected[0]) < 0.02
-
-
-def test_weights_that_are_made_at_a_call_are_dropped_before_the_next():
-    block = nn.ModuleList(nn.Linear(48, 64) for _ in range(2)).eval().requires_grad_(False)
-    block.forward = lambda x: [module(x) + 0 for module in block]
-    swap = sp.quantize_linears(block, min_features=0)
-    swap._is_quantised_later = lambda module: True  # as on a CPU that has a GPU beside it
-    for module in block:
-        module.weight.neg_()
-    swap.drop()
-    x = torch.randn(4, 48)
-    expected = block(x)
-    assert block(x)[0].shape == (4, 64)
-    assert all(module._sage.dropped for module in block)
-    assert all(torch.equal(a, b) for a, b in zip(block(x), expected, strict=True))
-
-
-def test_dropped_weights_can_neither_be_saved_nor_put_back():
-    block = nn.ModuleList(nn.Linear(48, 64) for _ in range(2)).eval().requires_grad_(False)
-    swap = sp.quantize_linears(block, min_features=0, drop_weights=True)
-    for call in (swap.remove, block.state_dict, lambda: sp.quantize_linears(block)):
-        with pytest.raises(RuntimeError, match="16-bit weights were dropped .*drop_weights=True.*load the model"):
-            call()
-    x = torch.randn(4, 48)
-    assert block[0](x).shape == (4, 64) and swap.report().calls == 1
-    assert "dropped" in swap.report().rows[0]["note"]
 
 
 def test_dropped_halves_of_a_gated_layer():
