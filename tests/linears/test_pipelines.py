@@ -26,15 +26,9 @@ def pipeline(name):
     return pipe
 
 
-def draw(pipe, **more):
-    generator = torch.Generator().manual_seed(0)
-    return pipe(
-        "a red circle on a blue background",
-        num_inference_steps=4,
-        generator=generator,
-        output_type="pt",
-        **quality.picture_arguments(pipe) | more,
-    ).images
+def draw(pipe, steps=4):
+    options = quality.picture_arguments(pipe) | {"generator": torch.Generator().manual_seed(0), "output_type": "pt"}
+    return pipe("a red circle on a blue background", num_inference_steps=steps, **options).images
 
 
 def psnr(a, b):
@@ -154,12 +148,12 @@ def test_weights_that_an_average_was_copied_to_are_noticed_by_the_next_run():
     for parameter in other.shadow_params:
         parameter.mul_(1.02)
     try:
-        before = draw(pipe)
+        before = draw(pipe, 2)
         with pipe.set_attn_processor(sp.SageAttnProcessor(scaling="per_block", **ALL)):
-            draw(pipe)
+            draw(pipe, 2)
             other.copy_to(unet.parameters())
-            got = draw(pipe)
-        expected = draw(pipe)
+            got = draw(pipe, 2)
+        expected = draw(pipe, 2)
     finally:
         for parameter, numbers in zip(unet.parameters(), own, strict=True):
             parameter.data.copy_(numbers)

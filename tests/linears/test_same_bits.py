@@ -32,10 +32,8 @@ def forwards(model, inputs, least_work=0):
     its linear layers ran in 8 bit)."""
     options = sp.SageAttnProcessor(min_tokens=0, scaling="per_block", linears=sp.Linears("int8", min_features=0))
     is_text = "input_ids" in inputs
-    with (
-        sp.quantize_linears(model, min_features=0) if is_text else sp.apply(model, options) as swapped,
-        torch.no_grad(),
-    ):
+    swapped = sp.quantize_linears(model, min_features=0) if is_text else sp.apply(model, options)
+    with swapped, torch.no_grad():
         set_least_work(model, least_work)
         outputs = [model(**cast(inputs), return_dict=False)[0] for _ in range(REPEATS)]
         report = swapped.report()

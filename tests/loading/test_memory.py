@@ -1,4 +1,4 @@
-"""Host memory while a model of some 50 MB is loaded on the CPU: the 8-bit weights and one file."""
+"""Host memory while a model of some 130 MB is loaded on the CPU: the 8-bit weights and one file."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def build(name, big):
         width = 512 if big else 64
         sizes = {"hidden_size": width, "intermediate_size": 3 * width, "vocab_size": 64, "num_attention_heads": 4}
         with torch.device("meta"):
-            model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=8 if big else 1, num_key_value_heads=4))
+            model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=20 if big else 1, num_key_value_heads=4))
         model = model.to(torch.bfloat16)
     else:
         from diffusers import FluxTransformer2DModel
 
         with torch.device("meta"):
             model = FluxTransformer2DModel(
-                num_layers=2 if big else 1, num_single_layers=3 if big else 1, num_attention_heads=4,
+                num_layers=4 if big else 1, num_single_layers=8 if big else 1, num_attention_heads=4,
                 attention_head_dim=128 if big else 16, axes_dims_rope=(32, 48, 48) if big else (4, 6, 6),
                 joint_attention_dim=64, pooled_projection_dim=64, in_channels=16,
             ).to(torch.bfloat16)  # fmt: skip
@@ -67,7 +67,7 @@ def test_the_peak_is_the_8_bit_weights_and_one_file(name, library, kind, tmp_pat
     size = sum(p.nbytes for p in model.parameters())
     model.save_pretrained(tmp_path / "stock", max_shard_size=size // 6)
     shard = max(file.stat().st_size for file in (tmp_path / "stock").glob("*.safetensors"))
-    assert 40e6 < size and shard < size / 4
+    assert size > 100e6 and shard < size / 4
     command = [sys.executable, "-c", SCRIPT.format(library=library, kind=kind), str(tmp_path), "stock"]
     # else the C library keeps what is freed, and its share depends on the other threads
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
