@@ -169,7 +169,7 @@ def _multiplied(module, state: LinearState, x, is_postponed: bool):
     state.events.add(FEW_ROWS if few and not state.is_weight_only else _CALLED)
     rows: QuantizedRows | torch.Tensor
     if few:
-        rows = in_16_bit_rows(x.tensor_for_16_bit() if type(x) is PostponedNorm else ordinary_in(x), dtype, balance)
+        rows = in_16_bit_rows(x.rows_in_16_bit() if type(x) is PostponedNorm else ordinary_in(x), dtype, balance)
     else:
         rows = x.rows(state.format, balance) if is_postponed else quantized(x, state.format, balance, region)
     if not few and state.probe is not None and state.probe.shared.on:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import sage_processors as sp
@@ -64,7 +65,9 @@ def test_few_rows_and_many(device, drop, format):
     assert "8 of few rows" in report.verdict and "100 %" in report.verdict and "few" in str(report)
 
 
-def test_a_llama_step_joins_projections_and_stays_near_16_bit(device):
+def test_a_llama_step_joins_projections_and_stays_near_16_bit(device, monkeypatch):
+    norms, rms_norm = [], F.rms_norm
+    monkeypatch.setattr(F, "rms_norm", lambda *args: norms.append(args) or rms_norm(*args))
     model, inputs = MODELS["llama"]()
     model = model.to(device, torch.bfloat16)
     token = {"input_ids": inputs["input_ids"][:1, :4].to(device)}
@@ -75,6 +78,7 @@ def test_a_llama_step_joins_projections_and_stays_near_16_bit(device):
             assert all(torch.equal(model(**token).logits, first) for _ in range(2))
             rows = [row for row in swap.report().rows if row["format"]]
             assert all((row["calls"], row["few_row_calls"]) == (0, 3) for row in rows)
+            assert len(norms) == 3 * 2 * 2  # steps, layers, norms: each once for all layers that read it
         # two roundings a product: of the weight to 8 bit, half of 1 / 127 of its largest, and of bf16
         assert float((first.float() - stock).norm() / stock.norm()) < 0.05
 

@@ -92,7 +92,7 @@ def quantize_activation(
 
 
 # Elements of a weight that are in fp32 at a time: a whole one may not fit beside a model
-WORKED_ON = 2**22
+WORKED_ON = 2**21
 # Ranges of codes that are tried for a weight's row, as shares of its largest element
 SHRINKS = (1.0, 0.975, 0.95, 0.925, 0.9, 0.875, 0.85)
 
@@ -114,9 +114,14 @@ def quantize_weight(
     Returns: codes [N, K], scale [N].
     """
     check_weight(weight, format, balance, is_gated)
+    codes = torch.empty(weight.shape, dtype=CODE_TYPES[format], device=weight.device)
+    scale = torch.empty(weight.shape[:1], dtype=torch.float32, device=weight.device)
     step = max(1, WORKED_ON // weight.shape[1])
-    parts = [_quantized(rows, format, balance) for rows in weight.detach().split(step)]
-    codes, scale = (torch.cat(part) for part in zip(*parts, strict=True))
+    for rows, own_codes, own_scale in zip(
+        weight.detach().split(step), codes.split(step), scale.split(step), strict=True
+    ):
+        for place, made in zip((own_codes, own_scale), _quantized(rows, format, balance), strict=True):
+            place.copy_(made)
     if is_gated:
         codes, scale = interleaved(codes), interleaved(scale)
     return QuantizedRows(*_aligned(codes, scale))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from typing import Any
 
 import torch
 
@@ -13,7 +14,7 @@ from ...postponed.region import Region
 
 
 class RowsOf:
-    """The 8-bit codes and scales of one activation, by number format and balance."""
+    """The rows of one activation, by form ("int8" and "fp8": codes and scales; "16bit") and balance."""
 
     __slots__ = ("_found",)
 
@@ -23,12 +24,12 @@ class RowsOf:
     def __bool__(self):
         return bool(self._found)
 
-    def get(self, format: str, balance: torch.Tensor | None) -> QuantizedRows | None:
-        """Return the codes and scales for a format and balance, or None if there are none yet."""
+    def get(self, format: str, balance: torch.Tensor | None) -> Any:
+        """Return the rows for a form and balance, or None if there are none yet."""
         return self._found.get(_key_of(format, balance), (None, None))[1]
 
-    def put(self, format: str, balance: torch.Tensor | None, rows: QuantizedRows) -> QuantizedRows:
-        """Keep codes and scales for a format and balance, and return them."""
+    def put(self, format: str, balance: torch.Tensor | None, rows: Any) -> Any:
+        """Keep the rows for a form and balance, and return them."""
         self._found[_key_of(format, balance)] = (balance, rows)  # holds the balance: its id stays its own
         return rows
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+import torch.nn.functional as F
 
 from sage_kernels import QuantizedRows, quantize_activation
 
@@ -84,23 +87,49 @@ class PostponedNorm(Postponed):
 
     def rows(self, format: str, balance: torch.Tensor | None = None) -> QuantizedRows:
         """Quantise this activation times balance [K]: codes [..., K], scale [...]. Computed once."""
-        rows = self._rows.get(format, balance)
+        return self._made_once(
+            format,
+            balance,
+            lambda: quantize_activation(self.value(), format=format, balance=balance),
+            lambda: self._quantized(format, balance),
+        )
+
+    def _quantized(self, format: str, balance: torch.Tensor | None) -> QuantizedRows:
+        gain, shift = (None if x is None else x.tensor for x in (self._gain, self._shift))
+        return quantize_activation(
+            self._call.x, format=format, norm=self._call.state.kind, gain=gain, shift=shift, balance=balance,
+            **self._call.vectors,
+        )  # fmt: skip
+
+    def rows_in_16_bit(self) -> torch.Tensor:
+        """Return this activation [..., K] to layers that read their weight in 8 bit but not their input.
+
+        An RMSNorm is one kernel then, which rounds once; the module's own forward has some eight. Computed once.
+        """
+        call, vectors = self._call, self._call.vectors
+        weight = vectors["weight"]
+        plain = self._gain is None and self._shift is None and vectors["bias"] is None and self._dtype == call.x.dtype
+        if call.state.kind != "rms" or not plain or (weight is not None and weight.dtype != call.x.dtype):
+            return self.tensor_for_16_bit()
+        return self._made_once(
+            "16bit", None, self.value, lambda: F.rms_norm(call.x, call.x.shape[-1:], weight, vectors["eps"])
+        )
+
+    def _made_once(self, form: str, balance: torch.Tensor | None, of_value: Any, of_input: Any) -> Any:
+        """Return rows in a form: kept ones, or made of the norm's input, or of its value if that is stale."""
+        rows = self._rows.get(form, balance)
         if rows is None:
             state, operands = self._call.state, (*self._call.operands, self._gain, self._shift)
             if self._call.made is not None and _are_stale(*operands):
                 state.is_postponed = False  # this model writes to a norm's operands before its result is used
-                rows = quantize_activation(self.value(), format=format, balance=balance)
+                rows = of_value()
             else:
                 self._refuse_stale(*operands)
-                gain, shift = (None if x is None else x.tensor for x in (self._gain, self._shift))
-                rows = quantize_activation(
-                    self._call.x, format=format, norm=state.kind, gain=gain, shift=shift, balance=balance,
-                    **self._call.vectors,
-                )  # fmt: skip
+                rows = of_input()
                 state.is_proven = True
             if not self._rows:
                 state.is_read_in_8_bit(self._shape.numel())
-            self._rows.put(format, balance, rows)
+            self._rows.put(form, balance, rows)
         return rows
 
     def _next(self, step, dtype, **operands):
