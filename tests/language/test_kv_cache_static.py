@@ -47,18 +47,6 @@ def same(a, b):
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-def test_static_layer_holds_what_came_in():
-    layer, parts = Int8StaticLayer(20), []
-    for seed, number in enumerate((5, 1, 3, 11)):
-        parts.append(states(number, seed=seed))
-        assert layer.get_mask_sizes(number) == ((number if seed == 0 else 20), 0)
-        got = layer.update(*parts[-1])
-        assert int(layer.get_seq_length()) == sum(p[0].shape[2] for p in parts)
-        if seed:
-            assert_holds(got[0], *joined(parts))
-    assert layer.keys.k_codes is layer.k_codes
-
-
 def test_C01_static_layer_keeps_its_addresses():
     layer, parts = Int8StaticLayer(24), [states(9)]
     layer.update(*parts[0])
@@ -185,21 +173,6 @@ def test_C01_a_compiled_first_update_keeps_its_addresses():
     torch.compile(lambda k, v: layer.update(k, v), backend="aot_eager", fullgraph=True)(k, v)
     assert addresses == [getattr(layer, name).data_ptr() for name in BUFFERS]
     assert_holds(layer.keys, k, v)
-
-
-def test_a_full_ring_is_read_as_it_lies_and_cropped_until_it_goes_round():
-    """One token overwrites nothing that it sees: a copy in order of age would be made for every token."""
-    layer = Int8StaticSlidingLayer(64, 8)
-    k, v = states(8)
-    layer.update(k, v)
-    layer.crop(-1)
-    new = [states(1, seed=seed) for seed in (1, 2)]
-    for i, token in enumerate(new):
-        stored, _ = layer.update(*token)
-        assert stored.ring and stored.k_codes is layer.k_codes
-        assert_holds(stored, *(x[:, :, i:] for x in joined([(k[:, :, :7], v[:, :, :7]), *new[: i + 1]])))
-    with pytest.raises(RuntimeError, match="gone round"):
-        layer.crop(-1)
 
 
 @pytest.mark.parametrize("layer", [Int8StaticLayer(16), Int8StaticSlidingLayer(64, 16)], ids=["full", "ring"])

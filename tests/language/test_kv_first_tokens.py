@@ -16,6 +16,7 @@ from sage_processors.language.kv_static_layers import Int8StaticLayer, Int8Stati
 from sage_processors.language.kv_vectors import ENOUGH, FIRST_TOKENS, different_tokens  # noqa: E402
 from sage_processors.language.quantized_kv import QuantizedKV, attend  # noqa: E402
 from tests.language.frozen_vectors import freeze, of_all, without  # noqa: E402
+from tests.language.tiny_cache_models import assert_holds  # noqa: E402
 
 
 HEADS, HEAD_DIM, LENGTH = 1, 32, 140
@@ -251,16 +252,6 @@ def test_tokens_that_differ_are_counted_by_their_values():
 # --- any order of operations ---
 
 
-def assert_holds_tokens(stored, keys, values):
-    """To half a step of each token's scale. keys, values: all that the layer holds."""
-    number = stored.shape[2] if stored.lengths is None else int(stored.lengths)
-    scale = stored.k_scale[:, :, :number].double()[..., None] / stored.k_balance.double()[:, :, None]
-    got = stored.k_codes[:, :, :number].double() * scale + stored.k_mean.double()[:, :, None]
-    assert got.shape == keys.shape and ((got - keys).abs() <= scale * 0.51 + 1e-5).all()
-    scale = stored.v_scale[:, :, :number].double()[..., None]
-    assert ((stored.v_codes[:, :, :number].double() * scale - values).abs() <= scale * 0.51 + 1e-5).all()
-
-
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("kind", ["growing", "static", "compiled"])
 def test_C01_any_order_of_operations_leaves_the_tokens_right(kind, seed):
@@ -278,7 +269,7 @@ def test_C01_any_order_of_operations_leaves_the_tokens_right(kind, seed):
             stored = step(layer, *new, compiled=compiled)
             parts = [torch.cat(x, 2) for x in zip(parts, new, strict=True)]
             if isinstance(stored, QuantizedKV):
-                assert_holds_tokens(stored, *parts)
+                assert_holds(stored, *parts)
         elif operation == "crop":
             removed = draw.randint(0, held)
             layer.crop(-removed)
@@ -291,4 +282,4 @@ def test_C01_any_order_of_operations_leaves_the_tokens_right(kind, seed):
             layer.reset()
             parts = [x[:, :, :0] for x in parts]
         if parts[0].shape[2]:
-            assert_holds_tokens(layer.keys, *parts)
+            assert_holds(layer.keys, *parts)

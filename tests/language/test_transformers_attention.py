@@ -58,35 +58,10 @@ def op_calls(monkeypatch):
 # being found
 
 
-@pytest.mark.slow("a process; that of test_import_boundaries imports transformers after us, too")
-def test_importing_the_package_first_is_enough():
-    code = """
-        import sage_processors
-        assert "transformers" not in sys.modules
-        from transformers import LlamaConfig, LlamaForCausalLM
-        sizes = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=9)
-        model = LlamaForCausalLM._from_config(LlamaConfig(**sizes), attn_implementation="sage_int8")
-        print(model.config._attn_implementation)
-        """
-    assert fresh(code).strip() == "sage_int8"
-
-
 @pytest.mark.slow("a process; the other order is quick")
 def test_our_module_may_come_first():
     code = "import sage_processors.language.attention as ours\nprint(sorted(ours.register_transformers()))"
     assert fresh(code).strip() == str(sorted(STANDARD))
-
-
-@pytest.mark.slow("a process; test_import_boundaries hides it together with others")
-def test_a_missing_transformers_names_the_command():
-    code = """
-        import sage_processors as sp
-        try:
-            sp.register_transformers()
-        except ImportError as error:
-            print(error)
-        """
-    assert "pip install 'sage-processors[transformers]'" in fresh(code, without=("transformers",))
 
 
 def test_a_transformers_we_can_not_serve_stays_importable(monkeypatch, caplog):
@@ -155,15 +130,6 @@ def test_from_pretrained_takes_the_name_and_the_folder_stays_stock(tmp_path):
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=ANY_LENGTH)
     assert torch.equal(forward(loaded, inputs), wanted)
     assert sp.attention_report(loaded).calls == 2
-
-
-def test_one_implementation_per_sub_model():
-    model, inputs, _ = tiny("siglip", {"text_config": ANY_LENGTH, "vision_config": "eager"})
-    forward(model, inputs)
-    rows = sp.attention_report(model).rows
-    status = {(row["layer"].partition(".")[0], row["status"], row["calls"]) for row in rows if row["calls"]}
-    assert status == {("text_model", "active", 1)}
-    assert {row["implementation"] for row in rows if row["layer"].startswith("vision")} == {"eager"}
 
 
 # what reaches the op
@@ -243,15 +209,6 @@ def test_autocast_gives_the_op_its_dtype():
 
 
 # what stays exact, and what is refused
-
-
-def test_training_is_exact_counted_and_has_gradients():
-    model, inputs, _ = tiny()
-    model.train().requires_grad_(True)
-    model(**inputs).logits.sum().backward()
-    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
-    report = sp.attention_report(model)
-    assert report.calls == 0 and report.fallbacks == {"training": 2} and "model.eval()" in str(report)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "t5", "whisper"])

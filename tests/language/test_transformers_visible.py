@@ -262,25 +262,6 @@ def test_P57_a_subclass_of_users_has_its_parents_exact_way():
     assert relative_l2(out, by_hand(query, key, value, CAUSAL)) < SAME and weights.shape == (2, 4, 9, 9)
 
 
-@pytest.mark.parametrize("window", [8, 9])
-def test_a_window_without_a_mask_is_exact_only_where_it_hides_something(window):
-    attend, module, query, key, value = llama_attention()
-    attend(module, query, key, value, sliding_window=window)
-    assert counted(module) == ({"window_without_mask": 1} if window == 8 else {"int8": 1})
-
-
-def test_a_window_to_both_sides_over_an_INT8_cache_is_its_mask():
-    """Causality is what the decode op counts windows from; without it the mask is written out."""
-    attend, module, query, key, value = llama_attention()
-    cache = sp.Int8KVCache(MODELS["llama"]()[0].config)
-    cache.update(key[:, :, :4], value[:, :, :4], 0)
-    stored = cache.update(key[:, :, 4:], value[:, :, 4:], 0)
-    band = BandMask((2, 1, 9, 9), 0, 2, 2, torch.empty(0))
-    out, _ = attend(module, query, *stored, attention_mask=band)
-    assert relative_l2(out, by_hand(query, key, value, band.plain())) < 0.03
-    assert counted(module) == {"int8_cache": 1}
-
-
 @pytest.mark.parametrize("mask", ["none", "bool", "float", "band", "not causal"])
 @pytest.mark.parametrize("seq_kv", [9, 12])
 def test_a_position_bias_meets_every_kind_of_mask(seq_kv, mask, monkeypatch):
