@@ -30,7 +30,7 @@ _HOMES = {
     "Calibration": "calibration.search",
     "Handle": "diffusion.handle",
     "Int8KVCache": "language.kv_cache",
-    "Int8KVCacheError": "language.kv_cache",
+    "Int8KVCacheError": "language.quantized_kv",
     "ChangedInputError": "postponed.tensor",
     "LanguageHandle": "language.generation.handle",
     "LinearSwap": "linears.swap",

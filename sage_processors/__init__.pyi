@@ -26,7 +26,7 @@ from .language.attention import attention_report as attention_report
 from .language.attention import register_transformers as register_transformers
 from .language.generation.handle import LanguageHandle as LanguageHandle
 from .language.kv_cache import Int8KVCache as Int8KVCache
-from .language.kv_cache import Int8KVCacheError as Int8KVCacheError
+from .language.quantized_kv import Int8KVCacheError as Int8KVCacheError
 from .linears.quantize import quantize_linears as quantize_linears
 from .linears.swap import LinearSwap as LinearSwap
 from .loading.config import SageConfig as SageConfig

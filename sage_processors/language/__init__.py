@@ -2,3 +2,10 @@
 
 May import options and the files beside it, linears, sage_kernels and transformers.
 """
+
+try:
+    from . import masks  # noqa: F401 (older versions of transformers lack what it imports)
+except ImportError as error:
+    raise ImportError(
+        "sage_processors needs transformers 5.10.1 or newer for this: pip install 'sage-processors[transformers]'"
+    ) from error

@@ -16,6 +16,8 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from transformers.masking_utils import AttentionMaskInterface
+from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 
 import sage_kernels
 from sage_kernels.compat import is_exporting
@@ -27,17 +29,10 @@ from .call import Call, Sequences, differentiates_only, masking, needs_gradient,
 from .choice import watch_choices
 from .masks import plain_mask, sage_mask, visible_mask
 from .names import IMPLEMENTATIONS, MEANINGFUL, Implementation, standard
+from .quantized_kv import attend, quantized_kv_of
 from .report import FALLBACKS, INT8, INT8_CACHE, REMEDIES, AttentionReport, build_report, count
 from .visible import band_of, complete_mask, write_out
 
-
-try:
-    from transformers.masking_utils import AttentionMaskInterface
-    from transformers.modeling_utils import AttentionInterface, PreTrainedModel
-except ImportError as error:
-    raise ImportError(
-        "sage_processors needs transformers 5.10.1 or newer for this: pip install 'sage-processors[transformers]'"
-    ) from error
 
 logger = logging.getLogger("sage_processors")
 
@@ -277,9 +272,7 @@ def _attend_cache(
     implementation: Implementation, call: Call, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> torch.Tensor:
     """Run attention on keys and values that an INT8 cache returned."""
-    from . import kv_cache
-
-    stored = kv_cache.quantized_kv_of(key, value)
+    stored = quantized_kv_of(key, value)
     if stored is None:
         raise TypeError(
             f"key of {call.label}: got {type(key).__name__}, expected a tensor, or a layer of a "
@@ -306,7 +299,7 @@ def _attend_cache(
     # the rows are the cache's newest tokens, whichever end they were counted from
     causal = "bottom_right" if causal else False
     count(call.module, implementation, INT8_CACHE, query.device)
-    return kv_cache.attend(
+    return attend(
         query.transpose(1, 2), stored, attn_mask=mask, causal=causal, window=window, softcap=call.softcap or 0.0,
         sinks=call.sinks, scale=call.scaling,
     )  # fmt: skip

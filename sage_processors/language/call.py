@@ -10,16 +10,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import forward_ad
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .masks import UNLIMITED, BandMask, plain_mask
 
-
-try:
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-except ImportError as error:
-    raise ImportError(
-        "sage_processors needs transformers 5.10.1 or newer for this: pip install 'sage-processors[transformers]'"
-    ) from error
 
 # Arguments of an attention function that do not change its result, because the mask, the cache or the rotary embedding
 # has used them already.

@@ -6,16 +6,10 @@ import copy
 from typing import Any
 
 import torch
+import transformers
+from transformers import cache_utils
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-
-try:
-    import transformers
-    from transformers import cache_utils
-    from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
-except ImportError as error:
-    raise ImportError(
-        'sage_processors.language.kv_cache needs transformers: pip install "sage-processors[transformers]"'
-    ) from error
 
 if not hasattr(DynamicLayer, "get_max_length"):
     raise ImportError(
@@ -26,7 +20,7 @@ if not hasattr(DynamicLayer, "get_max_length"):
 from ..option_checks import flag
 from .kv_layers import Int8Layer
 from .kv_static_layers import Int8StaticLayer, Int8StaticSlidingLayer
-from .quantized_kv import Int8KVCacheError, QuantizedKV, attend, quantized_kv_of
+from .quantized_kv import QuantizedKV
 
 
 # Cache layers without keys and values, which stay transformers' own. Version 5.17 has no DummyLayer.
@@ -35,7 +29,6 @@ _OTHER_LAYERS = tuple(
 )
 # Models without attention whose configs name no kinds of layers. transformers assumes keys and values for them.
 _WITHOUT_KEYS = ("rwkv", "xlstm")
-__all__ = ["Int8KVCache", "Int8KVCacheError", "QuantizedKV", "attend", "quantized_kv_of"]
 
 
 class Int8KVCache(Cache):

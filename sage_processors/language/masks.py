@@ -17,26 +17,20 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
+from transformers.masking_utils import (
+    and_masks,
+    bidirectional_mask_function,
+    causal_mask_function,
+    packed_sequence_mask_function,
+    prepare_padding_mask,
+    sdpa_mask,
+    sliding_window_bidirectional_overlay,
+    sliding_window_overlay,
+)
 
 from sage_kernels.compat import make_wrapper_subclass, map_only
 
-
-try:
-    from transformers import PreTrainedModel
-    from transformers.masking_utils import (
-        and_masks,
-        bidirectional_mask_function,
-        causal_mask_function,
-        packed_sequence_mask_function,
-        prepare_padding_mask,
-        sdpa_mask,
-        sliding_window_bidirectional_overlay,
-        sliding_window_overlay,
-    )
-except ImportError as error:
-    raise ImportError(
-        "sage_processors needs transformers 5.10.1 or newer for this: pip install 'sage-processors[transformers]'"
-    ) from error
 
 try:
     from transformers.masking_utils import remap_positions_for_packed_sequence
@@ -44,17 +38,46 @@ except ImportError:  # in older versions, positions in packed sequences are thos
     remap_positions_for_packed_sequence = None
 
 UNLIMITED = -1  # side of a band without a limit
+WRITTEN_OUT = "written out"  # stands for transformers' own mask of all cells
+# transformers would also skip the mask of one row over a partly filled cache
+NO_SKIPS = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
 
 
-class BandMask(torch.Tensor):
+class Unwritten(torch.Tensor):
+    """Mask without storage. Any operation gets it written out, except a move to another device.
+
+    A model spread over several devices moves its masks before every layer.
+    """
+
+    def written(self) -> torch.Tensor:
+        """Return the mask as an ordinary contiguous tensor."""
+        raise NotImplementedError
+
+    def moved(self, **where: Any) -> torch.Tensor:
+        """Return the same mask on another device. where: device and non_blocking, as in torch.Tensor.to."""
+        raise NotImplementedError
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[override]
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._to_copy.default and kwargs.get("dtype") in (None, args[0].dtype):
+            return args[0].moved(device=kwargs.get("device"), non_blocking=kwargs.get("non_blocking", False))
+        args, kwargs = map_only(Unwritten, lambda mask: mask.written(), (args, kwargs))
+        return func(*args, **kwargs)
+
+    def __deepcopy__(self, memo):
+        return self.written()
+
+    def __reduce_ex__(self, protocol):
+        return self.written().__reduce_ex__(protocol)
+
+
+class BandMask(Unwritten):
     """Bool mask [B, 1, S_q, S_kv] of a band of visible keys around every row, without storage.
 
     Row i has the key position i + offset. It sees keys from `left` before it to `right` after it. UNLIMITED is no
     limit. With packed sequences, it sees only keys of its own sequence. `longest` is then the number of tokens of the
     longest sequence, else 0.
-
-    Other code can use it as a tensor. Any operation gets the mask written out, except a move to another device. A
-    model spread over several devices moves its masks before every layer.
     """
 
     offset: int
@@ -82,16 +105,13 @@ class BandMask(torch.Tensor):
         """Return the mask written out, bool [B, 1, S_q, S_kv]. All samples share the same memory."""
         return _in_band(self.shape, self.offset, self.left, self.right, self._anchor.device, self.ends)
 
-    @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[override]
-        kwargs = kwargs or {}
-        if func is torch.ops.aten._to_copy.default and kwargs.get("dtype") in (None, torch.bool):
-            mask = args[0]
-            anchor = mask._anchor.to(kwargs.get("device"), non_blocking=kwargs.get("non_blocking", False))
-            return BandMask(mask.shape, mask.offset, mask.left, mask.right, anchor, mask.longest)
-        # contiguous, as are the strides that this class reports
-        args, kwargs = map_only(BandMask, lambda mask: mask.plain().contiguous(), (args, kwargs))
-        return func(*args, **kwargs)
+    def written(self) -> torch.Tensor:
+        """Return the mask written out, with the strides that this class reports."""
+        return self.plain().contiguous()
+
+    def moved(self, **where: Any) -> BandMask:
+        """Return the same band on another device."""
+        return BandMask(self.shape, self.offset, self.left, self.right, self._anchor.to(**where), self.longest)
 
     def __tensor_flatten__(self):
         return ["_anchor"], (self.offset, self.left, self.right, self.longest)
@@ -101,19 +121,12 @@ class BandMask(torch.Tensor):
         offset, left, right, longest = context
         return BandMask(outer_size, offset, left, right, inner["_anchor"], longest)
 
-    def __deepcopy__(self, memo):
-        return self.plain().contiguous()
 
-    def __reduce_ex__(self, protocol):
-        return self.plain().contiguous().__reduce_ex__(protocol)
-
-
-class AddedMask(torch.Tensor):
+class AddedMask(Unwritten):
     """Mask [B, 1, S_q, S_kv] to be added to scores, for models in which other code adds the masks too.
 
     Its values, in the model's dtype, are those of transformers' `eager` masks: 0 at visible keys and the lowest number
-    elsewhere. It has no storage: any operation except a move to another device writes it out. Our attention reads
-    `visible` instead.
+    elsewhere. Our attention reads `visible` instead.
     """
 
     visible: torch.Tensor
@@ -125,15 +138,13 @@ class AddedMask(torch.Tensor):
         mask.visible = visible
         return mask
 
-    @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[override]
-        kwargs = kwargs or {}
-        if func is torch.ops.aten._to_copy.default and kwargs.get("dtype") in (None, args[0].dtype):
-            mask = args[0]
-            visible = mask.visible.to(kwargs.get("device"), non_blocking=kwargs.get("non_blocking", False))
-            return AddedMask(visible, mask.dtype)
-        args, kwargs = map_only(AddedMask, lambda mask: _added(mask.visible, mask.dtype), (args, kwargs))
-        return func(*args, **kwargs)
+    def written(self) -> torch.Tensor:
+        """Return the numbers that are added."""
+        return _added(self.visible, self.dtype)
+
+    def moved(self, **where: Any) -> AddedMask:
+        """Return the same mask on another device."""
+        return AddedMask(self.visible.to(**where), self.dtype)
 
     def __tensor_flatten__(self):
         return ["visible"], self.dtype
@@ -141,12 +152,6 @@ class AddedMask(torch.Tensor):
     @staticmethod
     def __tensor_unflatten__(inner, context, outer_size, outer_stride):
         return AddedMask(inner["visible"], context)
-
-    def __deepcopy__(self, memo):
-        return _added(self.visible, self.dtype)
-
-    def __reduce_ex__(self, protocol):
-        return _added(self.visible, self.dtype).__reduce_ex__(protocol)
 
 
 def _added(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -169,6 +174,11 @@ def _in_band(shape, offset, left: int, right: int, device, ends: torch.Tensor | 
         sequence = sequence_of(ends, seq_q, device)
         seen = seen & (sequence[:, None] == sequence)
     return seen.expand(batch, 1, seq_q, seq_kv)
+
+
+def no_ends(device: torch.device | str) -> torch.Tensor:
+    """Return the anchor of a BandMask without packed sequences."""
+    return torch.empty(0, dtype=torch.float32, device=device)
 
 
 _adds_masks: dict[type, bool] = {}
@@ -240,7 +250,10 @@ def sage_mask(batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0,
     if of_step is not None:
         mask: torch.Tensor | None = of_step[0]
         return mask
-    seen = _mask(batch_size, q_length, kv_length, q_offset, kv_offset, **options)
+    sizes = {"q_offset": q_offset, "kv_offset": kv_offset} | options
+    seen = _mask(batch_size, q_length, kv_length, **sizes)
+    if isinstance(seen, str):
+        seen = sdpa_mask(batch_size, q_length, kv_length, **sizes | NO_SKIPS)
     config = options.get("config")
     tracing = _is_tracing()
     # the compiler can't search through classes; `adds_masks` ran when the name was chosen, and unknown models may add
@@ -255,11 +268,7 @@ def sage_mask(batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0,
             return None
         offset, right = (int(q_offset) - kv_offset, 0) if sides[1] == 0 else (0, UNLIMITED)
         band = (batch_size, 1, q_length, kv_length), offset, UNLIMITED, right
-        seen = (
-            _in_band(*band, device)
-            if written_out
-            else BandMask(*band, torch.empty(0, dtype=torch.float32, device=device))
-        )
+        seen = _in_band(*band, device) if written_out else BandMask(*band, no_ends(device))
     return _added(seen, dtype) if written_out else AddedMask(seen, dtype)
 
 
@@ -280,25 +289,8 @@ def _mask(
     allow_is_bidirectional_skip: bool = False,
     device: torch.device | str = "cpu",
     **kwargs,
-) -> torch.Tensor | None:
-    """Make the mask of a model that transformers can run with SDPA: see `sage_mask`."""
-
-    def written_out():  # without skips, as transformers would also skip the mask of one row over a partly filled cache
-        return sdpa_mask(
-            batch_size=batch_size,
-            q_length=q_length,
-            kv_length=kv_length,
-            q_offset=q_offset,
-            kv_offset=kv_offset,
-            mask_function=mask_function,
-            attention_mask=attention_mask,
-            local_size=local_size,
-            allow_is_causal_skip=False,
-            allow_is_bidirectional_skip=False,
-            device=device,
-            **kwargs,
-        )
-
+) -> torch.Tensor | str | None:
+    """Return the mask of a model that transformers can run with SDPA, as `sage_mask`; else WRITTEN_OUT."""
     tracing = _is_tracing()
     packed = None if tracing or attention_mask is not None or batch_size != 1 else _packed(mask_function)
     if packed is not None and q_length == kv_length == packed[0].shape[-1] and make_wrapper_subclass is not None:
@@ -309,17 +301,20 @@ def _mask(
         return BandMask((1, 1, q_length, q_length), 0, left, right, ends.to(device, torch.int32), longest)
     may_skip = allow_is_causal_skip or allow_is_bidirectional_skip
     if not may_skip or (attention_mask is not None and attention_mask.dim() != 2) or make_wrapper_subclass is None:
-        return written_out()
+        return WRITTEN_OUT
     padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
     if mask_function is bidirectional_mask_function:
-        return _mask_of_keys(padding, batch_size, q_length, kv_length, kv_offset, tracing)
+        padding = None if padding is None else padding[:, kv_offset : kv_offset + kv_length]
+        if padding is None or (not tracing and bool(padding.all())):
+            return None
+        return padding[:, None, None].expand(batch_size, 1, q_length, kv_length)  # all rows share the same memory
     if tracing:  # values can't be read, so any mask that hides something is written out
         square = padding is None and local_size is None and isinstance(q_offset, int) and q_length == kv_length
         causal = mask_function is causal_mask_function
-        return None if square and causal and q_offset == kv_offset == 0 else written_out()
+        return None if square and causal and q_offset == kv_offset == 0 else WRITTEN_OUT
     band = _band(mask_function)
     if band is None:
-        return written_out()
+        return WRITTEN_OUT
     left, right = band
     first = int(q_offset) - kv_offset
     last = first + q_length
@@ -327,35 +322,20 @@ def _mask(
         nearest = 0 if left == UNLIMITED else max(0, first - left)
         reach = padding[:, kv_offset + nearest : kv_offset + (min(last, kv_length) if right == 0 else kv_length)]
         if not bool(reach.all()):
-            return written_out()
+            return WRITTEN_OUT
     if right:  # a window on both sides
         if first or q_length != kv_length:
-            return written_out()
+            return WRITTEN_OUT
         if right >= kv_length - 1:
             return None
     else:
         if last - 1 <= left:
             left = UNLIMITED
         if q_length == 1:
-            return None if left == UNLIMITED and last == kv_length else written_out()
+            return None if left == UNLIMITED and last == kv_length else WRITTEN_OUT
         if left == UNLIMITED and first == 0 and q_length >= kv_length:
             return None  # otherwise the cache has empty slots, and a model that cuts rows off needs a mask
-    return BandMask(
-        (batch_size, 1, q_length, kv_length), first, left, right, torch.empty(0, dtype=torch.float32, device=device)
-    )
-
-
-def _mask_of_keys(padding, batch_size, q_length, kv_length, kv_offset, tracing) -> torch.Tensor | None:
-    """Return the mask of padding [B, S]: None if all are tokens, else bool [B, 1, S_q, S_kv].
-
-    All rows share the same memory.
-    """
-    if padding is None:
-        return None
-    padding = padding[:, kv_offset : kv_offset + kv_length]
-    if not tracing and bool(padding.all()):
-        return None
-    return padding[:, None, None, :].expand(batch_size, 1, q_length, kv_length)
+    return BandMask((batch_size, 1, q_length, kv_length), first, left, right, no_ends(device))
 
 
 def _closure(function) -> dict:
@@ -368,16 +348,10 @@ def _closure(function) -> dict:
 _INTERSECTION = and_masks(causal_mask_function).__code__
 _CAUSAL_WINDOW = sliding_window_overlay(1).__code__
 _TWO_SIDED_WINDOW = sliding_window_bidirectional_overlay(1).__code__
-
-
-_PACKED = packed_sequence_mask_function(torch.empty(0, dtype=torch.float32, device="cpu")).__code__
-_REMAPPED = (
-    None
-    if remap_positions_for_packed_sequence is None
-    else remap_positions_for_packed_sequence(
-        causal_mask_function, torch.empty(0, dtype=torch.float32, device="cpu")
-    ).__code__
-)
+_PACKED = packed_sequence_mask_function(no_ends("cpu")).__code__
+_REMAPPED: Any = None
+if remap_positions_for_packed_sequence is not None:
+    _REMAPPED = remap_positions_for_packed_sequence(causal_mask_function, no_ends("cpu")).__code__
 
 
 def _packed(mask_function) -> tuple[torch.Tensor, tuple[int, int]] | None:

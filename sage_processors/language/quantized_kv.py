@@ -5,6 +5,7 @@ A QuantizedKV is no tensor. Any other function that uses it raises, so codes can
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -22,6 +23,7 @@ _REMEDY = (
 )
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class QuantizedKV:
     """Keys and values of one layer of an INT8 cache. The layer's `update` returns it as key and as value.
 
@@ -35,26 +37,16 @@ class QuantizedKV:
         owner: the cache layer.
     """
 
-    __slots__ = (
-        "k_codes", "k_scale", "v_codes", "v_scale", "k_mean", "k_balance", "lengths", "ring", "dtype", "owner",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        k_codes: torch.Tensor,
-        k_scale: torch.Tensor,
-        v_codes: torch.Tensor,
-        v_scale: torch.Tensor,
-        k_mean: torch.Tensor,
-        k_balance: torch.Tensor,
-        lengths: torch.Tensor | None,
-        ring: bool,
-        dtype: torch.dtype,
-        owner: object,
-    ) -> None:
-        self.k_codes, self.k_scale, self.v_codes, self.v_scale = k_codes, k_scale, v_codes, v_scale
-        self.k_mean, self.k_balance, self.lengths, self.ring = k_mean, k_balance, lengths, ring
-        self.dtype, self.owner = dtype, owner
+    k_codes: torch.Tensor
+    k_scale: torch.Tensor
+    v_codes: torch.Tensor
+    v_scale: torch.Tensor
+    k_mean: torch.Tensor
+    k_balance: torch.Tensor
+    lengths: torch.Tensor | None
+    ring: bool
+    dtype: torch.dtype
+    owner: object
 
     @property
     def shape(self) -> torch.Size:

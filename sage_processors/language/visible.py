@@ -10,7 +10,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from .call import Call, Sequences, causal_mask
-from .masks import UNLIMITED, BandMask, plain_mask, sequence_of
+from .masks import UNLIMITED, BandMask, no_ends, plain_mask, sequence_of
 
 
 def complete_mask(call: Call, query, key) -> None:
@@ -45,7 +45,7 @@ def _band_from_the_end(batch: int, seq_q: int, seq_kv: int, device) -> torch.Ten
     shape, offset = (batch, 1, seq_q, seq_kv), seq_kv - seq_q
     if torch.compiler.is_compiling():
         return torch.ones(shape[2:], dtype=torch.bool, device=device).tril(offset)[None, None]
-    return BandMask(shape, offset, UNLIMITED, 0, torch.empty(0, dtype=torch.float32, device=device))
+    return BandMask(shape, offset, UNLIMITED, 0, no_ends(device))
 
 
 def _keep_packed_apart(call: Call, batch: int, seq_q: int, seq_kv: int, device) -> None:
