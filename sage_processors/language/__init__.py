@@ -4,6 +4,8 @@ May import options and the files beside it, linears, sage_kernels and transforme
 """
 
 try:
+    import transformers.modeling_utils  # noqa: F401 (attention.py is imported as soon as this one is there)
+
     from . import masks  # noqa: F401 (older versions of transformers lack what it imports)
 except ImportError as error:
     raise ImportError(
