@@ -180,8 +180,9 @@ def _multiplied(module, state: LinearState, x, is_postponed: bool):
         if y is not None:
             return y
     # joined projections are ordinary tensors in some calls, so they are never postponed: rounding stays the same. Nor
-    # are products of 16-bit rows, which somebody may write to before the result is used
-    if few or storage.is_joined or not CAN_WAIT or not is_caller_known(3):
+    # are products of 16-bit rows that somebody may write to before the result is used, so all but those of a norm
+    is_ours = not few or (type(x) is PostponedNorm and not x._is_out)
+    if not is_ours or storage.is_joined or not CAN_WAIT or not is_caller_known(3):
         return product(module, rows, state.bias, dtype=dtype)
     shape = torch.Size((*x.shape[:-1], module.out_features))
     return PostponedLinear(shape, dtype, x.device, module, rows)

@@ -10,6 +10,9 @@ from torch import nn
 import sage_processors as sp
 from sage_kernels import QuantizedRows, weight_only_linear
 from sage_kernels.facts import few_rows
+from sage_processors.linears import qkv
+from sage_processors.linears.postponed import linear
+from sage_processors.linears.weights.few_rows import multiplied
 from tests.support.tiny_language_models import MODELS
 
 
@@ -66,8 +69,15 @@ def test_few_rows_and_many(device, drop, format):
 
 
 def test_a_llama_step_joins_projections_and_stays_near_16_bit(device, monkeypatch):
-    norms, rms_norm = [], F.rms_norm
+    norms, products, rms_norm = [], [], F.rms_norm
     monkeypatch.setattr(F, "rms_norm", lambda *args: norms.append(args) or rms_norm(*args))
+
+    def counted(*args, **options):
+        products.append(options.get("activation", "none"))
+        return multiplied(*args, **options)
+
+    for module in (qkv, linear):
+        monkeypatch.setattr(module, "multiplied", counted)
     model, inputs = MODELS["llama"]()
     model = model.to(device, torch.bfloat16)
     token = {"input_ids": inputs["input_ids"][:1, :4].to(device)}
@@ -79,6 +89,7 @@ def test_a_llama_step_joins_projections_and_stays_near_16_bit(device, monkeypatc
             rows = [row for row in swap.report().rows if row["format"]]
             assert all((row["calls"], row["few_row_calls"]) == (0, 3) for row in rows)
             assert len(norms) == 3 * 2 * 2  # steps, layers, norms: each once for all layers that read it
+            assert products == ["none", "none", "swiglu", "none"] * 2 * 3  # q, k and v; the output; gate and up; down
         # two roundings a product: of the weight to 8 bit, half of 1 / 127 of its largest, and of bf16
         assert float((first.float() - stock).norm() / stock.norm()) < 0.05
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from sage_kernels import QuantizedRows, quantized_linear
+from sage_kernels import QuantizedRows
 
 from ...postponed import patterns
 from ...postponed.patterns import FLOATS, GATED, is_by_token
@@ -32,7 +32,7 @@ class PostponedLinear(Postponed):
 
     Args:
         module: the swapped layer; of a gated activation over two layers, the first one in their storage.
-        x: codes and scales of its input.
+        x: codes and scales of its input, or rows in 16 bit that nobody else has.
         activation: as in `quantized_linear`. gate: Operand, one vector for all tokens or for each sample, or None.
     """
 
@@ -65,7 +65,7 @@ class PostponedLinear(Postponed):
                 )
             if not is_gated:
                 return product(self._module, self._x, self._bias, **options)
-            return quantized_linear(self._x, self._storage.all_rows, self._bias, **options)
+            return multiplied(self._x, self._storage.all_rows, self._bias, **options)
 
     def _compute(self):
         return self._finish()

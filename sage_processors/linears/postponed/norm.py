@@ -104,7 +104,8 @@ class PostponedNorm(Postponed):
     def rows_in_16_bit(self) -> torch.Tensor:
         """Return this activation [..., K] to layers that read their weight in 8 bit but not their input.
 
-        An RMSNorm is one kernel then, which rounds once; the module's own forward has some eight. Computed once.
+        An RMSNorm is one kernel then, which rounds once; the module's own forward has some eight. Computed once, and
+        nobody else has it; other norms hand out their own result.
         """
         call, vectors = self._call, self._call.vectors
         weight = vectors["weight"]
@@ -112,7 +113,10 @@ class PostponedNorm(Postponed):
         if call.state.kind != "rms" or not plain or (weight is not None and weight.dtype != call.x.dtype):
             return self.tensor_for_16_bit()
         return self._made_once(
-            "16bit", None, self.value, lambda: F.rms_norm(call.x, call.x.shape[-1:], weight, vectors["eps"])
+            "16bit",
+            None,
+            lambda: self.value().clone(),
+            lambda: F.rms_norm(call.x, call.x.shape[-1:], weight, vectors["eps"]),
         )
 
     def _made_once(self, form: str, balance: torch.Tensor | None, of_value: Any, of_input: Any) -> Any:
