@@ -38,6 +38,8 @@ def pytest_collection_modifyitems(items):
     mark_repeats(items)
     long_files = set()
     for item in items:
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
         for mark in item.iter_markers("slow"):
             if not mark.args:
                 raise pytest.UsageError(f'{item.nodeid}: got pytest.mark.slow, expected a reason: slow("…")')

@@ -12,7 +12,7 @@ import sage_processors as sp
 from sage_kernels.facts import crossover, few_rows
 from sage_kernels.results import read_rows
 from sage_kernels.testing import relative_l2
-from tests.language.test_transformers_attention import forward, tiny
+from tests.support.language_calls import forward, tiny
 from tests.support.repository import ROOT
 from tests.support.tiny_language_models import tokens
 from tests.support.tiny_models import MODELS
@@ -215,7 +215,7 @@ def test_a_compiled_model_follows_the_table(on_gpu):
 
 @pytest.mark.parametrize("length, is_int8", [(99, False), (100, True)])
 def test_short_prompts_are_exact_counted_and_named(length, is_int8, on_gpu):
-    model, _, _ = tiny(implementation="sdpa")
+    model, _ = tiny(implementation="sdpa")
     inputs = {"input_ids": tokens(1, length)}
     stock = forward(model, inputs)
     on_gpu(row(100, causal=True))
@@ -229,6 +229,6 @@ def test_short_prompts_are_exact_counted_and_named(length, is_int8, on_gpu):
 def test_a_name_of_ones_own_turns_the_table_off(on_gpu):
     on_gpu(row(10_000, causal=True))
     name = sp.register_transformers("sage_never_short", min_tokens=0)[0]
-    model, _, _ = tiny(implementation=name)
+    model, _ = tiny(implementation=name)
     forward(model, {"input_ids": tokens(1, 3)})
     assert sp.attention_report(model).calls == 2

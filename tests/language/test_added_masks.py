@@ -7,16 +7,13 @@ import pickle
 
 import pytest
 import torch
+import transformers as tf
+from transformers import masking_utils as mu
 
-
-tf = pytest.importorskip("transformers")
-
-from transformers import masking_utils as mu  # noqa: E402
-
-import sage_processors as sp  # noqa: E402
-from sage_kernels.testing import relative_l2  # noqa: E402
-from sage_processors.language.call import Call, masking  # noqa: E402
-from sage_processors.language.masks import (  # noqa: E402
+import sage_processors as sp
+from sage_kernels.testing import relative_l2
+from sage_processors.language.call import Call, masking
+from sage_processors.language.masks import (
     UNLIMITED,
     AddedMask,
     BandMask,
@@ -24,7 +21,7 @@ from sage_processors.language.masks import (  # noqa: E402
     sage_mask,
     visible_mask,
 )
-from tests.support.combinations import shows  # noqa: E402, F401
+from tests.support.combinations import shows  # noqa: F401
 
 
 EXACT, OURS = "sage_added_exact", "sage_added"

@@ -7,22 +7,18 @@ import copy
 import pytest
 import torch
 
+import sage_processors as sp
 from sage_kernels import append_kv, sage_decode_attention
 from sage_kernels.reference import ref_append_kv
 from sage_kernels.testing import relative_l2
+from sage_processors.evaluation import language
+from sage_processors.language.kv_layers import Int8Layer
+from sage_processors.language.kv_static_layers import Int8StaticSlidingLayer
+from sage_processors.language.kv_vectors import BALANCE_LIMIT, choose_vectors
+from sage_processors.language.quantized_kv import attend
 from tests.kernels.decode.decode_cases import Decode, exact, filled, inputs, length
 from tests.kernels.decode.test_append_kv import GUARD, buffers, tokens
-
-
-pytest.importorskip("transformers", reason="transformers is not installed")
-
-import sage_processors as sp  # noqa: E402
-from sage_processors.evaluation import language  # noqa: E402
-from sage_processors.language.kv_layers import Int8Layer  # noqa: E402
-from sage_processors.language.kv_static_layers import Int8StaticSlidingLayer  # noqa: E402
-from sage_processors.language.kv_vectors import BALANCE_LIMIT, choose_vectors  # noqa: E402
-from sage_processors.language.quantized_kv import attend  # noqa: E402
-from tests.language.test_transformers_models import ANY_LENGTH  # noqa: E402
+from tests.support.language_calls import ANY_LENGTH
 
 
 @pytest.fixture

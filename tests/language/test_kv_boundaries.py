@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.modeling_utils import AttentionInterface
 
-
-pytest.importorskip("transformers", reason="transformers is not installed")
-
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer  # noqa: E402
-from transformers.modeling_utils import AttentionInterface  # noqa: E402
-
-import sage_processors as sp  # noqa: E402
-from sage_kernels import append_kv  # noqa: E402
-from sage_kernels.testing import relative_l2  # noqa: E402
-from sage_processors.language.kv_layers import Int8Layer  # noqa: E402
-from sage_processors.language.kv_static_layers import Int8StaticSlidingLayer  # noqa: E402
-from sage_processors.language.kv_vectors import ENOUGH, choose_vectors  # noqa: E402
-from sage_processors.language.masks import BandMask  # noqa: E402
-from sage_processors.language.quantized_kv import QuantizedKV, quantized_kv_of  # noqa: E402
-from sage_processors.language.report import INT8, INT8_CACHE, counted  # noqa: E402
-from tests.language.test_transformers_models import ANY_LENGTH  # noqa: E402
-from tests.language.tiny_cache_models import assert_holds, states  # noqa: E402
-from tests.support.tiny_language_models import MODELS  # noqa: E402
+import sage_processors as sp
+from sage_kernels import append_kv
+from sage_kernels.testing import relative_l2
+from sage_processors.language.kv_layers import Int8Layer
+from sage_processors.language.kv_static_layers import Int8StaticSlidingLayer
+from sage_processors.language.kv_vectors import ENOUGH, choose_vectors
+from sage_processors.language.masks import BandMask
+from sage_processors.language.quantized_kv import QuantizedKV, quantized_kv_of
+from sage_processors.language.report import INT8, INT8_CACHE, counted
+from tests.language.tiny_cache_models import assert_holds, states
+from tests.support.language_calls import ANY_LENGTH
+from tests.support.tiny_language_models import MODELS
 
 
 def attention_layer():

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-
-pytest.importorskip("transformers", reason="transformers is not installed")
-
-from transformers import DynamicCache  # noqa: E402
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer  # noqa: E402
-
-import sage_processors as sp  # noqa: E402
-from sage_processors.language.kv_layers import MIN_SLACK, Int8Layer  # noqa: E402
-from sage_processors.language.quantized_kv import Int8KVCacheError, quantized_kv_of  # noqa: E402
-from tests.language.tiny_cache_models import (  # noqa: E402
+import sage_processors as sp
+from sage_processors.language.kv_layers import MIN_SLACK, Int8Layer
+from sage_processors.language.quantized_kv import Int8KVCacheError, quantized_kv_of
+from tests.language.tiny_cache_models import (
     BUFFERS,
     HEAD_DIM,
     HEADS,
@@ -25,7 +21,7 @@ from tests.language.tiny_cache_models import (  # noqa: E402
     decode_logits,
     states,
 )
-from tests.support.tiny_language_models import MODELS  # noqa: E402
+from tests.support.tiny_language_models import MODELS
 
 
 def pair(window=None):
@@ -261,8 +257,6 @@ def test_C01_assisted_decoding_is_greedy_decoding(name):
 
 @pytest.mark.gpu
 def test_C01_offloaded_layers_decode_the_same():
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA GPU")
     model, inputs = cached("llama")
     model, ids = model.cuda(), inputs["input_ids"].cuda()
     results = [
@@ -276,8 +270,6 @@ def test_C01_offloaded_layers_decode_the_same():
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma3", "gpt_oss"])
 def test_C01_C04_models_decode_on_a_gpu(name, capacity):
     """The kernels in whole models, left padded: the reference's logits; generation compiles with a static cache."""
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA GPU")
     model, inputs = cached(name)
     ids = inputs["input_ids"]
     mask = torch.ones_like(ids)

@@ -6,16 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers as tf
+from transformers import DynamicCache, EncoderDecoderCache
 
-
-tf = pytest.importorskip("transformers", reason="transformers is not installed")
-
-from transformers import DynamicCache, EncoderDecoderCache  # noqa: E402
-
-import sage_processors as sp  # noqa: E402
-from sage_processors.language import kv_cache  # noqa: E402
-from tests.language.tiny_cache_models import cached, states  # noqa: E402
-from tests.support.tiny_language_models import MODELS  # noqa: E402
+import sage_processors as sp
+from sage_processors.language import kv_cache
+from tests.language.tiny_cache_models import cached, states
+from tests.support.tiny_language_models import MODELS
 
 
 def encoder_decoder(name, layers=2):

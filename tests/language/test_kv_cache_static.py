@@ -5,17 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 import torch._dynamo.testing
+from transformers.cache_utils import DynamicSlidingWindowLayer, StaticSlidingWindowLayer
 
-
-pytest.importorskip("transformers", reason="transformers is not installed")
-
-from transformers.cache_utils import DynamicSlidingWindowLayer, StaticSlidingWindowLayer  # noqa: E402
-
-import sage_processors as sp  # noqa: E402
-from sage_processors.language.kv_static_layers import Int8StaticLayer, Int8StaticSlidingLayer  # noqa: E402
-from sage_processors.language.quantized_kv import QuantizedKV, attend  # noqa: E402
-from tests.diffusion.steps.test_timestep import NoHostRead  # noqa: E402
-from tests.language.tiny_cache_models import (  # noqa: E402
+import sage_processors as sp
+from sage_processors.language.kv_static_layers import Int8StaticLayer, Int8StaticSlidingLayer
+from sage_processors.language.quantized_kv import QuantizedKV, attend
+from tests.diffusion.steps.test_timestep import NoHostRead
+from tests.language.tiny_cache_models import (
     BUFFERS,
     HEAD_DIM,
     HEADS,

@@ -7,16 +7,13 @@ import random
 import pytest
 import torch
 
-
-pytest.importorskip("transformers", reason="transformers is not installed")
-
-from sage_kernels.testing import relative_l2  # noqa: E402
-from sage_processors.language.kv_layers import Int8Layer  # noqa: E402
-from sage_processors.language.kv_static_layers import Int8StaticLayer, Int8StaticSlidingLayer  # noqa: E402
-from sage_processors.language.kv_vectors import ENOUGH, FIRST_TOKENS, different_tokens  # noqa: E402
-from sage_processors.language.quantized_kv import QuantizedKV, attend  # noqa: E402
-from tests.language.frozen_vectors import freeze, of_all, without  # noqa: E402
-from tests.language.tiny_cache_models import assert_holds  # noqa: E402
+from sage_kernels.testing import relative_l2
+from sage_processors.language.kv_layers import Int8Layer
+from sage_processors.language.kv_static_layers import Int8StaticLayer, Int8StaticSlidingLayer
+from sage_processors.language.kv_vectors import ENOUGH, FIRST_TOKENS, different_tokens
+from sage_processors.language.quantized_kv import QuantizedKV, attend
+from tests.language.frozen_vectors import freeze, of_all, without
+from tests.language.tiny_cache_models import assert_holds
 
 
 HEADS, HEAD_DIM, LENGTH = 1, 32, 140

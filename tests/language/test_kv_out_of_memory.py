@@ -11,16 +11,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-
-pytest.importorskip("transformers", reason="transformers is not installed")
-
-import sage_processors as sp  # noqa: E402
-from sage_kernels.ops import decode  # noqa: E402
-from sage_processors.language.kv_layers import Int8Layer  # noqa: E402
-from sage_processors.language.kv_static_layers import Int8StaticSlidingLayer  # noqa: E402
-from sage_processors.language.quantized_kv import QuantizedKV, attend  # noqa: E402
-from tests.language.tiny_cache_models import BUFFERS, HEAD_DIM, HEADS, states  # noqa: E402
-from tests.support.tiny_language_models import MODELS  # noqa: E402
+import sage_processors as sp
+from sage_kernels.ops import decode
+from sage_processors.language.kv_layers import Int8Layer
+from sage_processors.language.kv_static_layers import Int8StaticSlidingLayer
+from sage_processors.language.quantized_kv import QuantizedKV, attend
+from tests.language.tiny_cache_models import BUFFERS, HEAD_DIM, HEADS, states
+from tests.support.tiny_language_models import MODELS
 
 
 MOST_ALLOCATIONS = 500

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import DynamicCache
 
-
-pytest.importorskip("transformers", reason="transformers is not installed")
-
-from transformers import DynamicCache  # noqa: E402
-
-import sage_processors as sp  # noqa: E402
-from tests.language.frozen_vectors import freeze, of_all, without  # noqa: E402
-from tests.support import real_models  # noqa: E402
+import sage_processors as sp
+from tests.language.frozen_vectors import freeze, of_all, without
+from tests.support import real_models
 
 
 pytestmark = pytest.mark.real

@@ -8,6 +8,10 @@ import sys
 
 import pytest
 import torch
+import transformers
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface
+from transformers.modeling_utils import AttentionInterface
 
 import sage_kernels
 import sage_processors as sp
@@ -16,30 +20,20 @@ from sage_processors.language import attention, names
 from sage_processors.language.masks import sage_mask
 from sage_processors.language.report import counted
 from sage_processors.patching.on_import import when_imported
+from tests.support.language_calls import ANY_LENGTH, STRICT, exact_op, forward, llama_attention, tiny
 from tests.support.repository import fresh
+from tests.support.tiny_language_models import MODELS, padded, tokens
 
 
-transformers = pytest.importorskip("transformers")
-
-from transformers.integrations.sdpa_attention import sdpa_attention_forward  # noqa: E402
-from transformers.masking_utils import AttentionMaskInterface  # noqa: E402
-from transformers.modeling_utils import AttentionInterface  # noqa: E402
-
-from tests.language.test_transformers_models import ANY_LENGTH, exact_op, forward  # noqa: E402
-from tests.support.tiny_language_models import MODELS, padded, tokens  # noqa: E402
-
-
-STRICT = sp.register_transformers("sage_strict_any_length", min_tokens=1, on_unsupported="raise")[0]
 STANDARD = {"sage_int8", "sage_int8_causal", "sage_qk_int8_pv_bf16", "sage_qk_int8_pv_fp8", "sage_qk_int8_pv_int8"}
 STANDARD |= {"sage_qk_fp8_pv_fp8", "sage_int_fa_half", "sage_int_fa_full", "sage_int_fa_full_fp32_sum"}
 STANDARD |= {f"{name}_strict" for name in STANDARD}
 
 
-def tiny(name="llama", implementation=ANY_LENGTH):
-    model, inputs = MODELS[name]()
-    stock = forward(model, inputs)
-    model.set_attn_implementation(implementation)
-    return model, inputs, stock
+def tiny_and_stock():
+    """(model, inputs, its logits by eager attention)."""
+    model, inputs = tiny()
+    return model, inputs, forward(*MODELS["llama"]())
 
 
 @pytest.fixture
@@ -123,7 +117,7 @@ def test_bad_options_are_refused(options):
 
 
 def test_from_pretrained_takes_the_name_and_the_folder_stays_stock(tmp_path):
-    model, inputs, _ = tiny()
+    model, inputs = tiny()
     wanted = forward(model, inputs)
     model.save_pretrained(tmp_path)
     assert "sage" not in (tmp_path / "config.json").read_text()
@@ -136,7 +130,7 @@ def test_from_pretrained_takes_the_name_and_the_folder_stays_stock(tmp_path):
 
 
 def test_prefill_is_causal_without_a_mask_and_heads_are_not_repeated(op_calls):
-    model, inputs, _ = tiny()
+    model, inputs = tiny()
     forward(model, inputs)
     call = op_calls[0]
     assert call["attn_mask"] is None and call["causal"] == "top_left" and call["window"] is None
@@ -145,7 +139,7 @@ def test_prefill_is_causal_without_a_mask_and_heads_are_not_repeated(op_calls):
 
 
 def test_a_prompt_behind_a_cache_is_causal_from_the_bottom_right(op_calls):
-    model, inputs, stock = tiny()
+    model, inputs, stock = tiny_and_stock()
     cache = transformers.DynamicCache(config=model.config)
     ids = inputs["input_ids"]
     with torch.no_grad():
@@ -158,7 +152,7 @@ def test_a_prompt_behind_a_cache_is_causal_from_the_bottom_right(op_calls):
 
 @pytest.mark.parametrize("name", ["mistral", "gpt_oss"])
 def test_windows_sinks_and_soft_caps_reach_the_op(name, op_calls):
-    model, inputs, _ = tiny(name)
+    model, inputs = tiny(name)
     forward(model, inputs)
     window = [call["window"] for call in op_calls]
     assert window == ([11, 11] if name == "mistral" else [11, None])
@@ -167,7 +161,7 @@ def test_windows_sinks_and_soft_caps_reach_the_op(name, op_calls):
 
 
 def test_an_empty_static_cache_is_cut_to_what_was_written(op_calls):
-    model, inputs, stock = tiny()
+    model, inputs, stock = tiny_and_stock()
     cache = transformers.StaticCache(config=model.config, max_cache_len=64)
     ids = inputs["input_ids"]
     with torch.no_grad():
@@ -179,7 +173,7 @@ def test_an_empty_static_cache_is_cut_to_what_was_written(op_calls):
 
 
 def test_padding_of_an_encoder_reaches_the_op_as_a_mask_of_keys(op_calls):
-    model, inputs, _ = tiny("bert")
+    model, inputs = tiny("bert")
     forward(model, padded(inputs, "right"))
     assert all(call["attn_mask"].stride(2) == 0 and not call["causal"] for call in op_calls)
 
@@ -200,7 +194,7 @@ def test_masks_of_the_user_are_used(dtype, op_calls):
 
 
 def test_autocast_gives_the_op_its_dtype():
-    model, inputs, stock = tiny()
+    model, inputs, stock = tiny_and_stock()
     with torch.autocast("cpu", torch.bfloat16):
         out = forward(model, inputs)
     report = sp.attention_report(model)
@@ -244,19 +238,10 @@ def test_short_calls_are_the_models_own_exact_attention(name):
 
 @pytest.mark.parametrize("length", [512, 513])
 def test_min_tokens_is_the_first_length_that_runs_in_int8(length):
-    model, _, _ = tiny(implementation=sp.register_transformers("sage_from_513", min_tokens=513)[0])
+    model, _ = tiny(implementation=sp.register_transformers("sage_from_513", min_tokens=513)[0])
     forward(model, {"input_ids": tokens(1, length)})
     report = sp.attention_report(model)
     assert (report.calls, report.fallbacks) == ((0, {"short": 2}) if length == 512 else (2, {}))
-
-
-def llama_attention():
-    """(attention function, module, query, key, value): one call outside of a model."""
-    model, _, _ = tiny()
-    attend = AttentionInterface._global_mapping[ANY_LENGTH]
-    torch.manual_seed(5)
-    query, key, value = torch.randn(2, 4, 9, 16), torch.randn(2, 2, 9, 16), torch.randn(2, 2, 9, 16)
-    return attend, model.model.layers[0].self_attn, query, key, value
 
 
 @pytest.mark.parametrize(
@@ -317,7 +302,7 @@ def test_a_paged_cache_is_refused():
 
 
 def test_the_report_reads_like_the_one_of_pipelines():
-    model, inputs, _ = tiny()
+    model, inputs = tiny()
     forward(model, inputs)
     text = str(sp.attention_report(model))
     assert (

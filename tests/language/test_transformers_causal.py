@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
 
 import sage_kernels
 import sage_processors as sp
 from sage_kernels.testing import relative_l1, relative_l2
 from sage_processors.language import names
 from tests.support import real_models
-
-
-transformers = pytest.importorskip("transformers")
-
-from tests.support.tiny_language_models import DECODERS, MODELS, VOCABULARY, tokens  # noqa: E402
+from tests.support.tiny_language_models import DECODERS, MODELS, VOCABULARY, tokens
 
 
 CAUSAL = "sage_int8_causal_strict"

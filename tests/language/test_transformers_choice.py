@@ -7,19 +7,15 @@ import logging
 
 import pytest
 import torch
+import transformers as tf
+from transformers import modeling_utils
 
 import sage_processors as sp
 from sage_kernels.testing import relative_l2
 from sage_processors.evaluation import language
 from sage_processors.language.choice import watch_choices
-
-
-tf = pytest.importorskip("transformers")
-
-from transformers import modeling_utils  # noqa: E402
-
-from tests.language.test_transformers_models import ANY_LENGTH, forward  # noqa: E402
-from tests.support.tiny_language_models import MODELS, weigh  # noqa: E402
+from tests.support.language_calls import ANY_LENGTH, forward
+from tests.support.tiny_language_models import MODELS, weigh
 
 
 SMALL = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2}

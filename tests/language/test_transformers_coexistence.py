@@ -6,30 +6,20 @@ import copy
 
 import pytest
 import torch
+import transformers
 
 import sage_kernels
 import sage_processors as sp
 from sage_kernels.testing import relative_l2
 from sage_processors.language import report as transformers_counts
 from sage_processors.reporting.event_counter import shared_numbers
+from tests.support.language_calls import ANY_LENGTH, SAME, exact_op, forward, tiny
+from tests.support.tiny_language_models import VOCABULARY, tokens
 
 
-transformers = pytest.importorskip("transformers")
-
-from tests.language.test_transformers_models import ANY_LENGTH, exact_op, forward  # noqa: E402
-from tests.support.tiny_language_models import MODELS, VOCABULARY, tokens  # noqa: E402
-
-
-SAME = 1e-5  # fp32 sums in another order, through two layers
 # Wiring, not accuracy (test_transformers_models.py and test_kv_cache.py measure that): without its mask or its window,
 # or with a wrong scale, these Llama, Mistral and GPT-OSS logits are off by 0.3 to 0.6 (relative L2).
 NEAR, NEAR_INT8_CACHE = 0.05, 0.1
-
-
-def tiny(name="llama", implementation=ANY_LENGTH):
-    model, inputs = MODELS[name]()
-    model.set_attn_implementation(implementation)
-    return model, inputs
 
 
 def assert_all_int8(model, calls):

@@ -9,13 +9,8 @@ import torch
 
 import sage_processors as sp
 from sage_kernels.testing import relative_l2
-
-
-pytest.importorskip("transformers")
-
-from tests.language.test_transformers_gradients import STRICT  # noqa: E402
-from tests.language.test_transformers_models import ANY_LENGTH, forward  # noqa: E402
-from tests.support.tiny_language_models import MODELS  # noqa: E402
+from tests.support.language_calls import ANY_LENGTH, STRICT, forward
+from tests.support.tiny_language_models import MODELS
 
 
 class Logits(torch.nn.Module):

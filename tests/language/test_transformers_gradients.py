@@ -12,18 +12,8 @@ import sage_processors as sp
 from sage_kernels.testing import relative_l2
 from sage_processors.language import attention as transformers_attention
 from sage_processors.language.report import counted
-
-
-transformers = pytest.importorskip("transformers")
-
-from transformers.modeling_utils import AttentionInterface  # noqa: E402
-
-from tests.language.test_transformers_models import ANY_LENGTH, forward  # noqa: E402
-from tests.support.tiny_language_models import MODELS, padded, result  # noqa: E402
-
-
-STRICT = sp.register_transformers("sage_strict_any_length", min_tokens=1, on_unsupported="raise")[0]
-SAME = 1e-5  # fp32 sums in another order, through two layers
+from tests.support.language_calls import ANY_LENGTH, SAME, STRICT, forward, llama_attention
+from tests.support.tiny_language_models import MODELS, padded, result
 
 
 def gradients(model, inputs):
@@ -88,14 +78,6 @@ def test_P51_without_a_gradient_a_model_runs_in_INT8(way, name):
     assert 0 < relative_l2(out, stock) < 0.05
     report = sp.attention_report(model)
     assert report.calls > 0 and not report.fallbacks
-
-
-def llama_attention():
-    """(attention function, module, query, key, value): one call outside of a model, that needs no gradient."""
-    model, _ = MODELS["llama"]()
-    torch.manual_seed(5)
-    query, key, value = torch.randn(2, 4, 9, 16), torch.randn(2, 2, 9, 16), torch.randn(2, 2, 9, 16)
-    return AttentionInterface._global_mapping[ANY_LENGTH], model.model.layers[0].self_attn, query, key, value
 
 
 @pytest.mark.parametrize("what", ["query", "key", "value", "attention_mask", "position_bias", "scaling"])

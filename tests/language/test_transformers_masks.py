@@ -8,14 +8,10 @@ import pickle
 
 import pytest
 import torch
+from transformers import masking_utils as mu
 
-
-pytest.importorskip("transformers")
-
-from transformers import masking_utils as mu  # noqa: E402
-
-from sage_processors.language.call import Call, masking  # noqa: E402
-from sage_processors.language.masks import UNLIMITED, BandMask, sage_mask  # noqa: E402
+from sage_processors.language.call import Call, masking
+from sage_processors.language.masks import UNLIMITED, BandMask, sage_mask
 
 
 def seen_by_the_op(mask, q_length, kv_length, *, is_causal):

@@ -6,47 +6,20 @@ import copy
 
 import pytest
 import torch
+import transformers
 
 import sage_kernels
 import sage_processors as sp
 from sage_kernels.facts import crossover
-from sage_kernels.testing import exact_attention, relative_l2
+from sage_kernels.testing import relative_l2
+from tests.support.language_calls import ANY_LENGTH, exact_op, forward
+from tests.support.tiny_language_models import DECODERS, MODELS, padded, tokens
 
 
-pytest.importorskip("transformers")
-
-import transformers  # noqa: E402
-
-from tests.support.tiny_language_models import DECODERS, MODELS, padded, result, tokens  # noqa: E402
-
-
-ANY_LENGTH = sp.register_transformers("sage_any_length", min_tokens=1)[0]  # tiny models have few tokens
 INT8 = sage_kernels.sage_attention
 # Relative L2 of one INT8 attention call on these inputs: 1.5 % is the bar of test_attention.py on N(0, 1); peaked
 # softmaxes, which random weights of unit gain make, double it.
 OP_BUDGET = 0.03
-
-
-def visible(seq_q, seq_kv, causal, window):
-    """The mask that `causal` and `window` of the op stand for, written down once more."""
-    if not causal and window is None:
-        return None
-    row = torch.arange(seq_q)[:, None] + (seq_kv - seq_q if causal == "bottom_right" else 0)
-    key = torch.arange(seq_kv)
-    seen = key <= row if causal else torch.ones(seq_q, seq_kv, dtype=torch.bool)
-    return seen if window is None else seen & ((row - key).abs() < window)
-
-
-def exact_op(q, k, v, *, recipe, scaling, smooth_k, rotation, scale, attn_mask, causal, window, softcap, sinks):
-    """Exact attention with the interface of sage_attention."""
-    assert (recipe, scaling, smooth_k, rotation) == (sage_kernels.DEFAULT_RECIPE, "per_token", True, "none")
-    mask = attn_mask if attn_mask is not None else visible(q.shape[1], k.shape[1], causal, window)
-    return exact_attention(q, k, v, scale, mask=mask, softcap=softcap, sinks=sinks)[0].to(q.dtype).contiguous()
-
-
-def forward(model, inputs):
-    with torch.no_grad():
-        return result(model(**inputs))
 
 
 def in_double(model, inputs):

@@ -13,14 +13,9 @@ import sage_processors as sp
 from sage_processors.language import names
 from sage_processors.language import report as language_report
 from sage_processors.reporting.event_counter import shared_numbers
-from tests.support import real_models
+from tests.support.language_calls import ANY_LENGTH, forward, tiny
 from tests.support.repository import ROOT
-
-
-transformers = pytest.importorskip("transformers")
-
-from tests.language.test_transformers_models import ANY_LENGTH, forward  # noqa: E402
-from tests.support.tiny_language_models import MODELS  # noqa: E402
+from tests.support.tiny_language_models import MODELS
 
 
 def documented() -> list[str]:
@@ -42,12 +37,6 @@ def llama(tmp_path_factory):
     folder = tmp_path_factory.mktemp("llama")
     model.save_pretrained(folder)
     return model, inputs, folder
-
-
-def tiny(implementation=ANY_LENGTH):
-    model, inputs = MODELS["llama"]()
-    model.set_attn_implementation(implementation)
-    return model, inputs
 
 
 # names
@@ -113,7 +102,7 @@ def test_after_a_switch_to_sdpa_the_report_says_so_first(runs):
 
 def test_exact_calls_and_other_options_of_a_name_are_kept_apart():
     mine = sp.register_transformers("my_changing", min_tokens=0)[0]
-    model, inputs = tiny(mine)
+    model, inputs = tiny("llama", mine)
     forward(model, inputs)
     sp.register_transformers(mine, recipe="qk_int8_pv_int8", min_tokens=10**6)
     forward(model, inputs)
@@ -152,20 +141,3 @@ def test_a_part_that_is_set_to_something_else_is_said_with_the_rest():
     verdict = sp.attention_report(model).verdict
     assert verdict.startswith("Set now: sdpa, whose calls are not counted; 100 % of attention calls in INT8 (2 of 2)")
     assert f"before, by {ANY_LENGTH}: 100 % of attention calls in INT8 (2 of 2)" in verdict
-
-
-@pytest.mark.real
-def test_reports_of_a_real_model_belong_to_what_ran():
-    model, tokenizer = real_models.load("smollm2")
-    ids = real_models.windows("smollm2", tokenizer, 1, 64)
-    model.set_attn_implementation("sage_int8")
-    forward(model, {"input_ids": ids})
-    model.set_attn_implementation("sage_qk_int8_pv_fp8")
-    said = "Nothing ran: no attention calls counted; before, by sage_int8: 100 % of attention calls in INT8 (30 of 30)"
-    assert sp.attention_report(model).verdict == said
-    model.set_attn_implementation("sdpa")
-    forward(model, {"input_ids": ids})
-    said = (
-        "Set now: sdpa, whose calls are not counted; before, by sage_int8: 100 % of attention calls in INT8 (30 of 30)"
-    )
-    assert sp.attention_report(model).verdict == said

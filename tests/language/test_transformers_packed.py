@@ -10,15 +10,10 @@ import sage_processors as sp
 from sage_kernels.testing import exact_attention, relative_l2
 from sage_processors.language import attention as transformers_attention
 from sage_processors.language.masks import BandMask
+from tests.support.language_calls import ANY_LENGTH, SAME, forward
+from tests.support.tiny_language_models import MODELS
 
 
-tf = pytest.importorskip("transformers")
-
-from tests.language.test_transformers_models import ANY_LENGTH, forward  # noqa: E402
-from tests.support.tiny_language_models import MODELS  # noqa: E402
-
-
-SAME = 1e-5  # fp32 sums in another order, through two layers
 LENGTHS = (20, 1, 16)
 ENDS = torch.tensor([0, 20, 21, 37], dtype=torch.int32)
 POSITIONS = torch.cat([torch.arange(n) for n in LENGTHS])[None]

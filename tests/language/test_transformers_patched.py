@@ -8,20 +8,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+from transformers.models.gemma2 import modeling_gemma2
+from transformers.models.llama import modeling_llama
 
 import sage_processors as sp
 from sage_kernels.testing import relative_l2
-
-
-pytest.importorskip("transformers")
-
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface  # noqa: E402
-from transformers.models.gemma2 import modeling_gemma2  # noqa: E402
-from transformers.models.llama import modeling_llama  # noqa: E402
-
-from tests.language.test_transformers_models import ANY_LENGTH, forward  # noqa: E402
-from tests.support.patching import as_profilers_do, mixed_up  # noqa: E402
-from tests.support.tiny_language_models import MODELS  # noqa: E402
+from tests.support.language_calls import ANY_LENGTH, forward
+from tests.support.patching import as_profilers_do, mixed_up
+from tests.support.tiny_language_models import MODELS
 
 
 NEVER = sp.register_transformers("sage_never_long", min_tokens=10**6)[0]

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
+from transformers.modeling_utils import AttentionInterface
 
 import sage_kernels
 import sage_processors as sp
 from sage_kernels import compat
 from sage_kernels.testing import relative_l2
 from sage_processors.language.report import counted
-
-
-transformers = pytest.importorskip("transformers")
-
-from transformers.modeling_utils import AttentionInterface  # noqa: E402
-
-from tests.language.test_transformers_gradients import SAME, gradients, llama_attention  # noqa: E402
-from tests.support.tiny_language_models import MODELS, padded  # noqa: E402
+from tests.language.test_transformers_gradients import gradients
+from tests.support.language_calls import SAME, llama_attention
+from tests.support.tiny_language_models import MODELS, padded
 
 
 TRAIN = sp.register_transformers("sage_train_any_length", min_tokens=1, training="int8")[0]

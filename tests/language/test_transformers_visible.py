@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers as tf
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import eager_attention_forward
 
 import sage_processors as sp
 from sage_kernels.testing import relative_l2
 from sage_processors.language import attention as transformers_attention
 from sage_processors.language.masks import BandMask
 from sage_processors.language.report import counted
-
-
-tf = pytest.importorskip("transformers")
-
-from transformers.modeling_utils import AttentionInterface  # noqa: E402
-
-from tests.language.test_transformers_models import ANY_LENGTH, exact_op, forward  # noqa: E402
-from tests.support.tiny_language_models import _DECODER, MODELS, VOCABULARY, tokens, weigh  # noqa: E402
-
-
-SAME = 1e-5  # fp32 sums in another order, through two layers
+from tests.support.language_calls import ANY_LENGTH, SAME, exact_op, forward, llama_attention
+from tests.support.tiny_language_models import _DECODER, MODELS, VOCABULARY, tokens, weigh
 
 
 def made(model_class, config):
@@ -49,14 +43,6 @@ def test_P54_keys_that_a_model_selected_are_the_only_ones_seen(value_dim, int8, 
     assert relative_l2(forward(model, inputs), stock) < SAME
     report = sp.attention_report(model)
     assert (report.calls, report.fallbacks) == ((2, {}) if int8 else (0, {"value_head_dim": 2}))
-
-
-def llama_attention():
-    """(attention function, module, query, key, value): one call outside of a model."""
-    model, _ = MODELS["llama"]()
-    torch.manual_seed(5)
-    query, key, value = torch.randn(2, 4, 9, 16), torch.randn(2, 2, 9, 16), torch.randn(2, 2, 9, 16)
-    return AttentionInterface._global_mapping[ANY_LENGTH], model.model.layers[0].self_attn, query, key, value
 
 
 def by_hand(query, key, value, seen):
@@ -114,10 +100,6 @@ class _ByName(torch.nn.Module):
         selected = None if self.config._attn_implementation in ("eager", "sdpa") else torch.zeros(3)
         interface = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         return interface(self, query, key, value, None, scaling=0.25, new_selection=selected)
-
-
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402
-from transformers.models.llama.modeling_llama import eager_attention_forward  # noqa: E402
 
 
 def test_P54_an_argument_that_the_eager_function_would_drop_is_refused():

@@ -108,8 +108,6 @@ def test_compiled_as_eager(device):
 @pytest.mark.gpu
 def test_short_calls_are_few_rows_in_a_graph_alone():
     """An eager call of a small weight takes longer on the host than the GPU saves."""
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA GPU")
     model = nn.Sequential(nn.Sequential(nn.Linear(2048, 2048), nn.Linear(2048, 2048))).cuda().to(torch.bfloat16).eval()
     x = torch.randn(1, 2048, device="cuda", dtype=torch.bfloat16)
     with torch.no_grad(), sp.quantize_linears(model) as swap:

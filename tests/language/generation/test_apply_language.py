@@ -7,15 +7,11 @@ import io
 
 import pytest
 import torch
+import transformers
+import transformers.modeling_utils  # noqa: F401
 
-
-pytest.importorskip("transformers", reason="transformers is not installed")
-
-import transformers  # noqa: E402
-import transformers.modeling_utils  # noqa: E402, F401
-
-import sage_processors as sp  # noqa: E402
-from tests.support.tiny_language_models import MODELS, VOCABULARY  # noqa: E402
+import sage_processors as sp
+from tests.support.tiny_language_models import MODELS, VOCABULARY
 
 
 def ids_of():

@@ -10,19 +10,15 @@ import gc
 
 import pytest
 import torch
+import transformers.modeling_utils  # noqa: F401 (models of transformers are imported when they are used)
 
-
-pytest.importorskip("transformers", reason="transformers is not installed")
-
-import transformers.modeling_utils  # noqa: E402, F401 (models of transformers are imported when they are used)
-
-import sage_processors as sp  # noqa: E402
-from sage_processors.language.generation import decode_graphs  # noqa: E402
-from sage_processors.language.generation.decode_graphs import DecodeGraphs  # noqa: E402
-from sage_processors.language.generation.step_cache import MOST_SETS, StepCache, bucket  # noqa: E402
-from sage_processors.reporting.event_counter import collected  # noqa: E402
-from tests.support import cpu_graphs  # noqa: E402
-from tests.support.tiny_language_models import MODELS, VOCABULARY  # noqa: E402
+import sage_processors as sp
+from sage_processors.language.generation import decode_graphs
+from sage_processors.language.generation.decode_graphs import DecodeGraphs
+from sage_processors.language.generation.step_cache import MOST_SETS, StepCache, bucket
+from sage_processors.reporting.event_counter import collected
+from tests.support import cpu_graphs
+from tests.support.tiny_language_models import MODELS, VOCABULARY
 
 
 ROOM = 200
@@ -344,8 +340,6 @@ def eager_of(model):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("name", "capacity"), CASES)
 def test_cuda_graphs_generate_what_eager_steps_do(name, capacity, way):
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA GPU")
     model, ids = MODELS[name]()[0].to("cuda", torch.float16), ids_of().cuda()
     with sp.apply(model, sp.SageAttnProcessor()):
         want = tokens(model, sp.Int8KVCache(model.config, capacity), ids, **WAYS[way])
@@ -361,8 +355,6 @@ def test_cuda_graphs_generate_what_eager_steps_do(name, capacity, way):
 
 @pytest.mark.gpu
 def test_a_broken_cuda_capture_leaves_sampling_as_it_was():
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA GPU")
     model, ids = MODELS["llama"]()[0].to("cuda", torch.float16), ids_of().cuda()
     with sp.apply(model, sp.SageAttnProcessor()):
         want = tokens(model, sp.Int8KVCache(model.config, ROOM), ids, do_sample=True)

@@ -195,8 +195,6 @@ def test_a_layer_alone_and_one_after_an_error_are_captured_by_themselves(capturi
 @pytest.mark.gpu
 @torch.no_grad()
 def test_replays_have_the_bits_of_eager_forwards_on_a_gpu():
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA GPU")
     net = model().cuda().bfloat16()
     inputs = [draw(256, seed).cuda().bfloat16() for seed in (1, 2, 3)]
     with sp.quantize_linears(net, "int8"):
@@ -220,8 +218,6 @@ def test_replays_have_the_bits_of_eager_forwards_on_a_gpu():
 @torch.no_grad()
 def test_E25_replays_and_eager_calls_after_short_ones_on_a_gpu():
     """The layers' codes lie in another order once their gated activation is known: not in what a graph reads."""
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA GPU")
     net, stock = model().cuda().bfloat16(), model().cuda().bfloat16()
     short, other, long = (draw(n, s).cuda().bfloat16() for n, s in ((256, 1), (256, 2), (16384, 3)))
     with sp.quantize_linears(net, "int8"):
