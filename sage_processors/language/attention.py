@@ -29,8 +29,8 @@ from .call import Call, Sequences, differentiates_only, masking, needs_gradient,
 from .choice import watch_choices
 from .masks import plain_mask, sage_mask, visible_mask
 from .names import IMPLEMENTATIONS, MEANINGFUL, Implementation, standard
-from .quantized_kv import attend, quantized_kv_of
 from .pre_balance import balanced, is_invariant
+from .quantized_kv import attend, quantized_kv_of
 from .report import FALLBACKS, INT8, INT8_CACHE, REMEDIES, AttentionReport, build_report, count
 from .visible import band_of, complete_mask, write_out
 
