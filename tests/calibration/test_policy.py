@@ -106,9 +106,6 @@ def edited(content, **changes):
     return json.dumps(content | changes)
 
 
-PATTERN_3 = {"pattern": 3}
-
-
 def grouped(content, group, **changes):
     """A policy with other options in one group."""
     return edited(content, options=content["options"] | {group: content["options"][group] | changes})
@@ -136,24 +133,11 @@ def limited(content, limit):
         (lambda c: edited(c, options={}), "options that differ"),
         (lambda c: edited(c, options=c["options"] | {"__class__": "x"}), "options that differ"),
         (lambda c: grouped(c, "scaling", margin=-1), "margin: got -1"),
-        (lambda c: grouped(c, "scaling", name="nothing"), "scaling: got 'nothing'"),
-        (lambda c: grouped(c, "keep", first_steps=-3), "keep.first_steps: got -3"),
         (lambda c: grouped(c, "keep", more=1), "options of keep that differ in .'more'"),
         (lambda c: edited(c, options=c["options"] | {"linears": {}}), "options of linears that differ in"),
         (lambda c: edited(c, options=c["options"] | {"layers": [{"pattern": "*"}]}), "options of layers that differ"),
-        (lambda c: limited(c, 1.0), "skip_limit: got 1.0"),
-        (lambda c: limited(c, -1e-9), "skip_limit: got -1e-09"),
         (lambda c: limited(c, 10**4000), "beyond an int64"),
         (lambda c: limited(c, float("nan")), "NaN"),
-        (lambda c: limited(c, [0.1, 0.2]), "skip_limit: got 2 limits, expected one, or one for"),
-        (lambda c: limited(c, []), "skip_limit: got 0 limits"),
-        (lambda c: limited(c, [0.1] * 10**4), "skip_limit: got 10000 limits"),
-        (lambda c: grouped(c, "skip", noise=[0.5, 0.25]), "skip.noise: got .0.5, 0.25."),
-        (lambda c: grouped(c, "skip", noise=[0.25, 0.25]), "skip.noise: got"),
-        (lambda c: grouped(c, "skip", noise=[0.0, 0.5]), "skip.noise: got"),
-        (lambda c: grouped(c, "skip", noise=[0.5, 1]), "skip.noise: got"),
-        (lambda c: grouped(c, "skip", noise=[0.1, 0.2, 0.3, 0.4]), "skip.noise: got .0.1"),
-        (lambda c: grouped(c, "skip", noise=[0.1] * 10**4), "skip.noise: got"),
         (lambda c: "[" * 100_000, "expected JSON"),
     ],
 )
@@ -164,32 +148,10 @@ def test_damaged_policies_are_refused(written, text, words):
         sp.SageAttnProcessor.from_policy(path)
 
 
-@pytest.mark.parametrize(
-    ("words", "change"),
-    [
-        ("layers", lambda c: edited(c, options=c["options"] | {"layers": "unet"})),
-        ("layers", lambda c: edited(c, options=c["options"] | {"layers": [["a"]]})),
-        ("layers", lambda c: edited(c, options=c["options"] | {"layers": [3]})),
-        (
-            "layers",
-            lambda c: edited(c, options=c["options"] | {"layers": [c["options"]["layers"][0] | {"pattern": 3}]}),
-        ),
-        ("scaling", lambda c: edited(c, options=c["options"] | {"scaling": 3})),
-        ("keep", lambda c: edited(c, options=c["options"] | {"keep": [1]})),
-        ("margin", lambda c: grouped(c, "scaling", margin="1")),
-        ("skip_limit", lambda c: limited(c, "0.1")),
-        ("skip_limit", lambda c: limited(c, True)),
-        ("skip_limit", lambda c: limited(c, [0.1, [0.1], 0.1])),
-        ("skip.noise", lambda c: grouped(c, "skip", noise=0.5)),
-        ("skip.noise", lambda c: grouped(c, "skip", noise=["0.5"])),
-        ("skip.noise", lambda c: grouped(c, "skip", noise=[True])),
-        ("skip.noise", lambda c: grouped(c, "skip", noise=[[0.5]])),
-    ],
-)
-def test_options_of_a_wrong_type_are_type_errors(written, words, change):
+def test_options_of_a_wrong_type_are_type_errors(written):
     path, content = written
-    path.write_text(change(content))
-    with pytest.raises(TypeError, match=words):
+    path.write_text(edited(content, options=content["options"] | {"scaling": 3}))
+    with pytest.raises(TypeError, match="scaling"):
         sp.SageAttnProcessor.from_policy(path)
 
 

@@ -21,57 +21,6 @@ def processors_of(model):
     return {name: module.processor for name, module in attention_modules(model)}
 
 
-def test_P08_apply_again_replaces_the_options_and_remove_gives_the_originals_back():
-    model, inputs = MODELS["flux"]()
-    original = processors_of(model)
-    first = sp.apply(model, EVERYTHING)
-    second = sp.apply(model, sp.SageAttnProcessor(min_tokens=1, scaling="per_head"))
-    assert sp.handle_of(model) is second and len(model._forward_pre_hooks) == 2
-    with torch.no_grad():
-        model(**inputs)
-    assert {row["scaling"] for row in second.report().rows} == {"per_head"} and first.report().calls == 0
-    first.remove()  # has nothing left to remove
-    assert all(sage_class.is_sage(p) for p in processors_of(model).values())
-    second.remove()
-    assert all(p is original[name] for name, p in processors_of(model).items())
-
-
-def test_P04_report_shows_what_was_replaced_and_refresh_swaps_it():
-    model, inputs = MODELS["sd3"]()
-    stock_classes = {name: type(p).__name__ for name, p in processors_of(model).items()}
-    with torch.no_grad():
-        stock = model(**inputs).sample
-        with sp.apply(model, EVERYTHING) as handle:
-            model.fuse_qkv_projections()
-            report = handle.report()
-            assert {row["status"] for row in report.rows} == {"replaced"} and "FusedJoint" in report.rows[0]["note"]
-            handle.refresh()
-            assert sqnr_db(model(**inputs).sample, stock) > 30
-            report = handle.report()
-            assert all(row["status"] == "active" and row["calls"] == 1 for row in report.rows), str(report)
-            assert {row["processor"] for row in report.rows} == {"SageFusedJointAttnProcessor2_0"}
-        assert {type(p).__name__ for p in processors_of(model).values()} == {"FusedJointAttnProcessor2_0"}
-        model.unfuse_qkv_projections()  # puts back what was there when it fused: ours, retired by now
-        assert torch.equal(model(**inputs).sample, stock)
-    assert set(stock_classes.values()) == {"JointAttnProcessor2_0"}
-
-
-def test_P03_processors_made_anew_by_diffusers_are_healed():
-    model, inputs = MODELS["unet_sd15"]()
-    original = processors_of(model)
-    with sp.apply(model, EVERYTHING) as handle, torch.no_grad():
-        model.set_attn_processor(
-            {name: type(p)() for name, p in model.attn_processors.items()}
-        )  # as unload_ip_adapter does
-        model(**inputs)
-        assert {row["status"] for row in handle.report().rows} == {"replaced"}
-        handle.refresh()
-        model(**inputs)
-        assert all(row["status"] == "active" and row["calls"] == 1 for row in handle.report().rows)
-        model.set_attn_processor({name: type(p)() for name, p in model.attn_processors.items()})
-    assert all(p is original[name] for name, p in processors_of(model).items())
-
-
 class OddProcessor:
     """An attention processor of somebody else, whose module keeps its number of heads under names of its own."""
 
@@ -161,6 +110,7 @@ def test_P06_processors_for_fits_the_dict_form_of_diffusers():
     mapping = sp.processors_for(model, EVERYTHING)
     kept = dict(mapping)
     model.set_attn_processor(mapping)
+    assert mapping == {}  # diffusers empties what it is given
     with torch.no_grad():
         model(**inputs)
     assert sp.handle_of(model).report().calls == len(original) == len(kept)
@@ -171,20 +121,10 @@ def test_P06_processors_for_fits_the_dict_form_of_diffusers():
         sp.processors_for(MODELS["z_image"]()[0])
 
 
-@pytest.mark.parametrize(
-    "arguments, error, match",
-    [
-        ((3,), TypeError, "target: got int"),
-        ((torch.nn.Linear(2, 2),), ValueError, "no attention processor"),
-        ((None, None), TypeError, "target: got NoneType"),
-    ],
-)
-def test_apply_bad_target(arguments, error, match):
-    with pytest.raises(error, match=match):
-        sp.apply(*arguments)
-
-
 def test_P35_a_target_without_attention_names_its_components():
+    for wrong in (3, None):
+        with pytest.raises(TypeError, match=f"target: got {type(wrong).__name__}"):
+            sp.apply(wrong)
     model = torch.nn.Linear(4, 4)
     with pytest.raises(ValueError, match=r"model: got no attention processor .* in the model \(Linear\)"):
         sp.apply(model)
@@ -193,47 +133,6 @@ def test_P35_a_target_without_attention_names_its_components():
     pipe = type("P", (), {"components": {"unet": model}, "scheduler": None})()
     with pytest.raises(ValueError, match=r"pipe: got no attention processor .* in unet \(UNet2DConditionModel\)"):
         sp.apply(pipe)
-
-
-def test_apply_bad_options():
-    from diffusers.models.attention_processor import AttnProcessor2_0
-
-    pipe = diffusers.DDPMPipeline(MODELS["unet_unconditional"]()[0], diffusers.DDIMScheduler())
-    for wrong in (AttnProcessor2_0(), "int8", None):
-        with pytest.raises(TypeError, match="expected sage_processors.SageAttnProcessor"):
-            pipe.set_attn_processor(wrong)
-    for name, value, error in (
-        ("recipe", "int4", ValueError),
-        ("recipe", None, TypeError),
-        ("scaling", "sometimes", ValueError),
-        ("scaling", {"margin": 0}, ValueError),
-        ("scaling", {"margin": "1"}, TypeError),
-        ("scaling", {"margin": float("nan")}, ValueError),
-        ("graphs", "on", ValueError),
-        ("min_tokens", -1, ValueError),
-        ("min_tokens", 1.5, TypeError),
-        ("on_unsupported", "maybe", ValueError),
-    ):
-        with pytest.raises(error, match=f"{name}.*: got .*expected"):
-            sp.SageAttnProcessor(**{name: value})
-    with pytest.raises(TypeError, match="unknown option 'linear', .*; the closest is 'linears'"):
-        sp.SageAttnProcessor(linear="int8")
-    sp.apply(
-        pipe.unet, sp.SageAttnProcessor(scaling=sp.Scaling("timestep", margin=10**30))
-    ).remove()  # an int that no tensor of ints holds
-    with pytest.raises(AttributeError):
-        sp.SageAttnProcessor().recipe = "other"
-
-
-def test_P02_saving_loading_and_state_dict_are_untouched(tmp_path):
-    model, inputs = MODELS["flux"]()
-    keys = model.state_dict().keys()
-    with sp.apply(model, EVERYTHING), torch.no_grad():
-        assert model.state_dict().keys() == keys
-        model.save_pretrained(tmp_path)
-        loaded = diffusers.FluxTransformer2DModel.from_pretrained(tmp_path).eval()
-    with torch.no_grad():
-        torch.testing.assert_close(loaded(**inputs).sample, model(**inputs).sample)  # other memory, other vector lanes
 
 
 @pytest.mark.parametrize("scaling", ["timestep", "dynamic"])
@@ -245,19 +144,6 @@ def test_swap_inside_inference_mode_serves_outside_of_it(scaling):
     with torch.no_grad():
         model(**inputs)
     assert handle.report().calls == 4
-
-
-def test_P04_layer_skip_hook_of_diffusers_knows_our_classes():
-    from diffusers.hooks import LayerSkipConfig, apply_layer_skip
-
-    model, inputs = MODELS["cogview4"]()
-    skip = LayerSkipConfig(indices=[0], skip_attention=False, skip_attention_scores=True, skip_ff=False)
-    with torch.no_grad():
-        with sp.apply(model, EVERYTHING) as handle:
-            apply_layer_skip(model, skip)
-            perturbed = model(**inputs).sample
-            assert handle.report().fallbacks == {"function_mode": 1}
-        assert torch.equal(perturbed, model(**inputs).sample)
 
 
 def test_compiled_wrapper_of_a_model_is_looked_through():

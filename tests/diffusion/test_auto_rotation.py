@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import copy
-import re
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch._dynamo
-import torch.nn.functional as F
-from diffusers import FlowMatchEulerDiscreteScheduler
 
 import sage_processors as sp
-from sage_kernels.testing import make_qkv
 from sage_processors import options as config_module
 from sage_processors.diffusion.calls import processors
 from sage_processors.diffusion.calls.processors import EVENTS
 from tests.diffusion.steps.test_windows import flux_pipe, options
-from tests.diffusion.test_compile import Pipe, compiled, denoise
+from tests.diffusion.test_compile import compiled, denoise
 from tests.support.outliers import varying_outliers
 
 
@@ -209,58 +204,3 @@ def test_compiled_auto_makes_two_versions(outliers):
             denoise(pipe, fast, inputs, steps=6)
     torch._dynamo.reset()
     torch.testing.assert_close(result, eager, rtol=1e-4, atol=1e-4)
-
-
-class Processor:
-    """The least that is a diffusers processor."""
-
-    def __call__(self, attn, query, key, value):
-        return F.scaled_dot_product_attention(query, key, value)
-
-
-class Attention(torch.nn.Module):
-    """A layer whose q and k are of a family of inputs, a new draw at each step, as if a model had learnt them."""
-
-    def __init__(self, family):
-        super().__init__()
-        self.family, self.steps, self.heads = family, 0, 2
-        self.to_q = self.to_k = torch.nn.Linear(128, 128)
-        self.processor = Processor()
-
-    def forward(self, x):
-        self.steps += 1
-        inputs = make_qkv(self.family, 1, 192, 512, 2, 2, 64, seed=self.steps)
-        return x + self.processor(self, *(y.transpose(1, 2) for y in inputs)).mean()
-
-
-class Model(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.families = torch.nn.ModuleDict({name: Attention(name) for name in ("normal", "varying_outliers")})
-
-    def forward(self, hidden_states, timestep):
-        for layer in self.families.values():
-            hidden_states = layer(hidden_states)
-        return SimpleNamespace(sample=hidden_states)
-
-
-@pytest.mark.parametrize("scaling", ["per_token", "per_block", "timestep"])
-def test_auto_on_the_family_of_outliers_that_vary_by_token(scaling):
-    """Every scaling balances K's channels against Q's: less is left to gain by a rotation, and some is."""
-    model = Model().eval()
-    pipe, inputs = Pipe(model, FlowMatchEulerDiscreteScheduler()), {"hidden_states": torch.zeros(1, 4)}
-    with sp.apply(pipe, options(scaling=scaling, rotation="auto")) as handle:
-        denoise(pipe, model, inputs, steps=2)
-        first = {row["layer"].rpartition(".")[2]: row for row in handle.report().rows}
-        with handle.probe(every=1) as probe:
-            denoise(pipe, model, inputs, steps=3)
-        rows = {row["layer"].rpartition(".")[2]: row for row in handle.report().rows}
-        after = {name.rpartition(".")[2]: value for name, value in worst(probe, 2).items()}
-    measured = {name: [float(x) for x in re.findall(r"[0-9.]+(?= dB)", row["note"])] for name, row in first.items()}
-    assert rows["normal"]["rotated_calls"] == 0 and measured["normal"][0] > 34 and after["normal"] > 34
-    row = rows["varying_outliers"]
-    rotated = ["rotated since" in each["note"] for each in (first["varying_outliers"], row)]
-    assert row["calls"] == 5 and row["rotated_calls"] == 1 * rotated[0] + 2 * rotated[1]  # all but each first step
-    plain, tried = measured["varying_outliers"]
-    assert rotated[0] == (plain < config_module.ROTATE_BELOW_DB and tried > plain + config_module.ROTATION_GAIN_DB)
-    assert min(plain, after["varying_outliers"]) >= 28 and (scaling != "per_block" or all(rotated))

@@ -13,6 +13,7 @@ from sage_processors.diffusion.host.discovery import attention_modules
 from tests.diffusion.calls.test_processors import forward
 from tests.diffusion.test_apply import processors_of
 from tests.diffusion.test_apply_pipelines import flux_pipe, sd_controlnet_pipe
+from tests.support.combinations import shows  # noqa: F401 (pytest finds fixtures here)
 from tests.support.tiny_models import MODELS
 
 
@@ -22,7 +23,7 @@ MADE = ("unet_sd15", "flux")
 
 
 @pytest.mark.parametrize("make", [flux_pipe, sd_controlnet_pipe])
-def test_a_models_own_method_does_what_the_pipelines_does(make):
+def test_X84_a_models_own_method_does_what_the_pipelines_does(make, shows):  # noqa: F811
     pipe, run = make()
     stock = run()
     with pipe.set_attn_processor(EVERYTHING) as handle:
@@ -31,6 +32,7 @@ def test_a_models_own_method_does_what_the_pipelines_does(make):
     model = getattr(pipe, "unet", None) or pipe.transformer
     with model.set_attn_processor(EVERYTHING) as handle:
         drawn = run()
+        shows(handle.report(), drawn, stock)
     assert torch.equal(run(), stock)
     if make is flux_pipe:  # the only denoiser: its steps are the pipeline's, so options of steps work, too
         assert torch.equal(drawn, expected) and handle.report().calls == calls
@@ -109,11 +111,13 @@ def test_slicing_that_is_on_is_named_and_one_layer_that_has_it_stays():
         sp.apply(model, EVERYTHING)
 
 
-def test_dropped_weights_stay_in_8_bit_and_the_next_handle_takes_them_over(caplog):
+def test_X83_dropped_weights_stay_in_8_bit_and_the_next_handle_takes_them_over(caplog, shows):  # noqa: F811
     model, inputs = MODELS["flux"]()
+    stock = forward(model, inputs)
     with caplog.at_level(logging.WARNING, "sage_processors"), sp.apply(model, SMALL) as handle:
         small = forward(model, inputs)
         rows = handle.report().linears.rows
+    shows(handle.report(), small, stock)
     count = sum(row["format"] is not None for row in rows)
     said = [message for message in caplog.messages if "stay in 8 bit" in message]
     assert len(said) == 1 and f"{count} linear layers stay" in said[0] and said[0] in handle.report().notes

@@ -5,7 +5,6 @@ from __future__ import annotations
 import diffusers
 import pytest
 import torch
-from torch.overrides import TorchFunctionMode
 
 import sage_processors as sp
 from tests.diffusion.test_compile import Pipe
@@ -30,18 +29,3 @@ def test_P36_an_exported_program_runs_int8_attention(name, scaling, strict):
         assert found == {f"sage_kernels.attention{'' if scaling == 'dynamic' else '_planned'}.default"}
         assert torch.equal(program.module()(**inputs).sample, ours)
         assert handle.report().fallbacks == {}
-
-
-def test_P36_other_function_modes_still_see_stock_attention():
-    class Seeing(TorchFunctionMode):
-        calls = 0
-
-        def __torch_function__(self, fn, types, args=(), kwargs=None):
-            Seeing.calls += fn is torch.nn.functional.scaled_dot_product_attention
-            return fn(*args, **(kwargs or {}))
-
-    model, inputs = MODELS["flux"]()
-    with torch.no_grad(), sp.apply(model, sp.SageAttnProcessor(min_tokens=1, scaling="dynamic")) as handle:
-        with Seeing():
-            model(**inputs)
-        assert Seeing.calls == 2 and handle.report().fallbacks == {"function_mode": 2}

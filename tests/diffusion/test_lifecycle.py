@@ -21,6 +21,7 @@ from sage_processors.diffusion.host.discovery import attention_modules
 from tests.diffusion.calls.test_processors import attention_inputs, counted, forward, sqnr_db
 from tests.diffusion.test_apply import processors_of
 from tests.diffusion.test_apply_pipelines import flux_pipe, sd_controlnet_pipe
+from tests.support.combinations import shows  # noqa: F401 (pytest finds fixtures here)
 from tests.support.tiny_models import MODELS, OLDEST, rand
 
 
@@ -46,7 +47,7 @@ def saved_and_loaded(model):
 @pytest.mark.parametrize(
     "duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model)), saved_and_loaded]
 )
-def test_P01_a_copied_model_gives_the_same_and_shares_nothing(name, duplicate):
+def test_P01_X13_a_copied_model_gives_the_same_and_shares_nothing(name, duplicate, shows):  # noqa: F811
     model, inputs = MODELS[name]()
     stock = forward(model, inputs)
     with sp.apply(model, DYNAMIC) as handle:
@@ -59,6 +60,7 @@ def test_P01_a_copied_model_gives_the_same_and_shares_nothing(name, duplicate):
     assert torch.equal(forward(twin, inputs), int8)
     with sp.apply(twin, DYNAMIC) as handle:
         assert torch.equal(forward(twin, inputs), int8) and handle.report().calls == calls
+        shows(handle.report(), int8, stock)
     assert not any(sage_class.is_sage(p) for p in processors_of(twin).values())
     assert torch.equal(forward(twin, inputs), stock)
 
@@ -105,15 +107,6 @@ def test_P02_saved_model_is_stock_byte_for_byte(name, tmp_path):
     assert not any(sage_class.is_sage(p) for p in processors_of(loaded).values()) and sp.handle_of(loaded) is None
 
 
-def test_P02_saved_pipeline_is_stock_byte_for_byte(tmp_path):
-    pipe, run = flux_pipe()
-    pipe.save_pretrained(tmp_path / "stock")
-    pipe.set_attn_processor(EVERYTHING)
-    run()
-    pipe.save_pretrained(tmp_path / "int8")
-    assert files_of(tmp_path / "stock") == files_of(tmp_path / "int8")
-
-
 # --- P05, P06, P08, P09: processors and handles ---
 
 
@@ -143,17 +136,6 @@ def test_P05_one_stand_alone_processor_serves_all_layers():
     assert sqnr_db(forward(model, inputs), stock) > 30
     counts = counted(shared)
     assert counts == {"called": len(processors_of(model))}
-
-
-def test_P06_a_dict_that_diffusers_empties_is_nobody_elses():
-    model, inputs = MODELS["flux"]()
-    mapping = sp.processors_for(model, EVERYTHING)
-    handle, kept = sp.handle_of(model), dict(mapping)
-    model.set_attn_processor(mapping)
-    assert mapping == {} and statuses(handle) == {"active"}  # diffusers empties what it is given
-    assert dict(model.attn_processors) == kept
-    again = sp.processors_for(model, EVERYTHING)
-    assert again.keys() == kept.keys() and not set(again.values()) & set(kept.values())
 
 
 def test_P08_what_was_set_meanwhile_is_kept_when_the_original_objects_return():
@@ -245,24 +227,6 @@ def test_T02_training_mode_is_exact_counted_and_named():
         assert report.calls == len(report.rows) and not any(row["note"] for row in report.rows)
 
 
-class DropoutProcessor:
-    def __call__(self, attn, hidden_states):
-        x = hidden_states.unflatten(-1, (4, -1)).transpose(1, 2)
-        return F.scaled_dot_product_attention(x, x * 0.5, x + 1, dropout_p=0.5).transpose(1, 2).flatten(2)
-
-
-def test_T02_dropout_is_exact_and_counted():
-    attention, x = attention_inputs()
-    torch.manual_seed(3)
-    stock = DropoutProcessor()(attention, x)
-    sage = sage_class.swap(DropoutProcessor(), DYNAMIC, "layer")
-    torch.manual_seed(3)
-    assert torch.equal(sage(attention, x), stock) and counted(sage) == {"dropout": 1}
-    strict = sage_class.swap(DropoutProcessor(), sp.SageAttnProcessor(on_unsupported="raise"), "layer")
-    with pytest.raises(sp.UnsupportedAttentionError, match="dropout"):
-        strict(attention, x)
-
-
 class MixedSDPA:
     """Query, key and value of the dtypes in `dtypes`, through torch's function."""
 
@@ -318,6 +282,10 @@ def accelerate_offload(model, device):
     pytest.importorskip("accelerate").cpu_offload(model, execution_device=torch.device(device))
 
 
+def model_offload(model, device):
+    pytest.importorskip("accelerate").cpu_offload_with_hook(model, torch.device(device))
+
+
 def group_offload(kind, **options):
     def enable(model, device):
         if OLDEST and device == "cpu":
@@ -333,13 +301,14 @@ def group_offload(kind, **options):
 @pytest.mark.parametrize("name", ["flux", "unet_sd15"])
 @pytest.mark.parametrize(
     "offload",
-    [accelerate_offload, group_offload("leaf_level"), group_offload("block_level")],
-    ids=["sequential", "group_leaf", "group_block"],
+    [model_offload, accelerate_offload, group_offload("leaf_level"), group_offload("block_level")],
+    ids=["model", "sequential", "group_leaf", "group_block"],
 )
-def test_P07_offloading_hooks_change_no_bit(name, offload):
+def test_P07_X08_X09_X10_offloading_hooks_change_no_bit(name, offload, shows):  # noqa: F811
     model, inputs = MODELS[name]()
     key = next(key for key in ("timestep", "timesteps", "t") if key in inputs)
     steps = [inputs | {key: inputs[key] * factor} for factor in (1.0, 0.8, 0.6)]
+    stock = forward(model, steps[2])
     with sp.apply(model, EVERYTHING):
         expected = [forward(model, step) for step in steps]
     with sp.apply(model, EVERYTHING) as handle:
@@ -349,15 +318,7 @@ def test_P07_offloading_hooks_change_no_bit(name, offload):
         handle.refresh()  # must not take the place where the weights rest for the place where they run
         assert torch.equal(forward(model, steps[2]), expected[2])
         assert all((row["calls"], row["dynamic_calls"]) == (3, 1) for row in handle.report().rows)
-
-
-def test_P07_layerwise_casting_keeps_our_processors():
-    model, inputs = MODELS["flux"]()
-    with sp.apply(model, EVERYTHING) as handle:
-        model.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.float32)
-        int8 = forward(model, inputs)
-        assert handle.report().calls == 2 and handle.report().fallbacks == {}
-    assert sqnr_db(int8, forward(model, inputs)) > 30
+        shows(handle.report(), expected[2], stock)
 
 
 def offload_pipeline(pipe, how):

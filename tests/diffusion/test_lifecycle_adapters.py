@@ -205,53 +205,6 @@ def test_P03_strict_runs_adapters_and_no_processor_that_somebody_put_there():
 # --- P04: LoRA, fused projections, slicing, backends, defaults ---
 
 
-@pytest.mark.parametrize("name", ["flux", "unet_sd15"])
-def test_P04_lora_load_fuse_unload(name):
-    peft = pytest.importorskip("peft")
-    model, inputs = MODELS[name]()
-    adapted = copy.deepcopy(model)
-    adapted.add_adapter(peft.LoraConfig(r=4, target_modules=["to_q", "to_k", "to_v"], init_lora_weights=False))
-    weights = peft.get_peft_model_state_dict(adapted)
-    adapted = copy.deepcopy(model)
-    adapted.load_lora_adapter(weights, prefix=None)
-    stock, with_lora = forward(model, inputs), forward(adapted, inputs)
-    assert sqnr_db(with_lora, stock) < 40
-    with sp.apply(model, EVERYTHING) as handle:
-        layers = len(processors_of(model))
-        assert sqnr_db(forward(model, inputs), stock) > 40
-        model.load_lora_adapter(weights, prefix=None)
-        assert sqnr_db(forward(model, inputs), with_lora) > 40
-        model.fuse_lora()
-        assert sqnr_db(forward(model, inputs), with_lora) > 40
-        model.unfuse_lora()
-        model.unload_lora()
-        assert sqnr_db(forward(model, inputs), stock) > 40
-        report = handle.report()
-        assert statuses(handle) == {"active"} and report.fallbacks == {} and report.calls == 4 * layers, str(report)
-    model.load_lora_adapter(weights, prefix=None)
-    with sp.apply(model, EVERYTHING) as handle:  # the other order: layers are found behind LoRA's wrappers
-        assert sqnr_db(forward(model, inputs), with_lora) > 40
-        assert {row["scaling"] for row in handle.report().rows} == {"timestep"}
-
-
-def test_P04_fused_projections():
-    pipe, run = sd_pipe()
-    stock = run()
-    with sp.apply(pipe, LEARNING) as handle:
-        run()
-        for change in (pipe.unet.fuse_qkv_projections, pipe.unet.unfuse_qkv_projections):
-            change()
-            assert statuses(handle) == {"replaced"}
-            assert sqnr_db(run(), stock) > 25 and statuses(handle) == {"active"}
-        assert set(calls_of(handle).values()) == {(9, 1)} and handle.report().fallbacks == {}  # the plans lived on
-    assert torch.equal(run(), stock)
-    model, inputs = MODELS["flux"]()  # newer models keep their processors
-    with sp.apply(model, EVERYTHING) as handle:
-        model.fuse_qkv_projections()
-        forward(model, inputs)
-        assert statuses(handle) == {"active"} and handle.report().calls == 2
-
-
 def test_P04_attention_slicing():
     pipe, run = sd_pipe()
     stock = run()
@@ -296,22 +249,6 @@ def test_P04_attention_backend():
         assert handle.report().calls == len(handle.report().rows) and handle.report().fallbacks == {}
 
 
-def test_P04_default_processors():
-    model, inputs = MODELS["unet_sd15"]()
-    with sp.apply(model, EVERYTHING) as handle:
-        assert statuses(handle) == {"active"}
-    model.set_default_attn_processor()
-    model, inputs = MODELS["hunyuan_dit"]()
-    stock = forward(model, inputs)
-    with sp.apply(model, EVERYTHING) as handle:
-        model.set_default_attn_processor()
-        swapped = [row for row in handle.report().rows if row["status"] == "replaced"]
-        assert len(swapped) == len(processors_of(model))
-        handle.refresh()
-        assert sqnr_db(forward(model, inputs), stock) > 30
-        assert not [row for row in handle.report().rows if row["status"] == "replaced"]
-
-
 def test_P04_xformers_that_is_missing_or_switched_off():
     if diffusers.utils.is_xformers_available():
         pytest.skip("xformers is installed")
@@ -339,61 +276,6 @@ def test_P04_a_new_component_is_reported_until_refresh():
 
 
 # --- P04: guidance and caches that go around attention ---
-
-
-def test_P04_perturbed_attention_guidance_is_counted_although_it_cleans_up():
-    pipe, run = sd_pipe(diffusers.StableDiffusionPAGPipeline, pag_applied_layers="mid")
-    stock = run()
-    with sp.apply(pipe, EVERYTHING) as handle:
-        assert sqnr_db(run(), stock) > 25
-        assert statuses(handle) == {"active"}
-        for row in handle.report().rows:
-            perturbed = "mid_block" in row["layer"] and row["layer"].endswith("attn1")
-            assert row["fallbacks"] == ({"replaced": 3} if perturbed else {}) and row["calls"] == 3 * (not perturbed)
-    assert torch.equal(run(), stock)
-
-
-def test_P04_first_block_cache_skips_layers_and_the_report_shows_it():
-    pipe, run = flux_pipe()
-    cache = diffusers.FirstBlockCacheConfig(threshold=0.5)
-    pipe.transformer.enable_cache(cache)
-    stock = run(steps=6)
-    pipe.transformer.disable_cache()
-    with sp.apply(pipe, EVERYTHING) as handle:
-        pipe.transformer.enable_cache(cache)
-        assert sqnr_db(run(steps=6), stock) > 25
-        assert [row["calls"] for row in handle.report().rows] == [6, 1]  # the second block ran in the first step only
-        pipe.transformer.disable_cache()
-        run(steps=6)
-        assert [row["calls"] for row in handle.report().rows] == [12, 7]
-
-
-def test_P04_pyramid_attention_broadcast_skips_calls_and_the_report_shows_it():
-    pipe, run = flux_pipe()
-    cache = diffusers.PyramidAttentionBroadcastConfig(
-        spatial_attention_block_skip_range=2,
-        spatial_attention_timestep_skip_range=(-1, 1001),
-        current_timestep_callback=lambda: pipe._current_timestep,
-    )
-    pipe.transformer.enable_cache(cache)
-    stock = run(steps=6)
-    pipe.transformer.disable_cache()
-    with sp.apply(pipe, EVERYTHING) as handle:
-        pipe.transformer.enable_cache(cache)
-        assert sqnr_db(run(steps=6), stock) > 25
-        assert all(0 < row["calls"] < 6 and row["fallbacks"] == {} for row in handle.report().rows)
-
-
-def test_P04_skip_layer_guidance_finds_our_processors():
-    from diffusers.hooks import LayerSkipConfig, apply_layer_skip
-
-    model, inputs = MODELS["cogview4"]()
-    skip = LayerSkipConfig(indices=[0], skip_attention=True, skip_ff=False)
-    with sp.apply(model, EVERYTHING) as handle:
-        apply_layer_skip(model, skip)
-        skipped = forward(model, inputs)
-        assert handle.report().calls == 0 and statuses(handle) == {"active"}
-    assert torch.equal(skipped, forward(model, inputs))
 
 
 def test_P03_adapters_are_not_followed_while_processors_of_guidance_are_there():

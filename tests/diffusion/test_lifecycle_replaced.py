@@ -16,7 +16,7 @@ from tests.diffusion.test_lifecycle_adapters import EVERYTHING, STRICT, sd_pipe
 from tests.support.tiny_models import MODELS
 
 
-@pytest.mark.parametrize("name", ["unet_sd15", "unet_sdxl", "unet_simple_cross", "prior", "controlnet"])
+@pytest.mark.parametrize("name", ["unet_sd15", "unet_sdxl", "unet_simple_cross", "prior", "controlnet", "hunyuan_dit"])
 def test_P33_default_processors_of_models_that_compare_classes(name):
     """Stock ones are put there, as without us: the report says so, refresh() swaps them, remove() leaves them."""
     model, inputs = MODELS[name]()

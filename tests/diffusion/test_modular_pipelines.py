@@ -8,7 +8,6 @@ import torch
 
 import sage_processors as sp
 from sage_processors.cli import loading
-from tests.support.repository import fresh
 
 
 pytest.importorskip("diffusers.modular_pipelines.flux")
@@ -61,14 +60,3 @@ def test_a_modular_pipeline_that_has_no_models_yet_is_refused():
     empty = diffusers.FluxAutoBlocks().init_pipeline()
     with pytest.raises(ValueError, match="pipe: got a pipeline without a unet, transformer or controlnet"):
         empty.set_attn_processor(sp.SageAttnProcessor())
-
-
-@pytest.mark.slow("two processes; test_apply_pipelines shows the orders of other pipelines")
-@pytest.mark.parametrize("first", ["sage_processors", "diffusers"])
-def test_the_method_is_there_in_every_import_order(first):
-    second = {"sage_processors": "diffusers", "diffusers": "sage_processors"}[first]
-    fresh(f"""
-        import {first}, {second}
-        from diffusers import ModularPipeline
-        assert ModularPipeline.set_attn_processor.__module__.startswith("sage_processors")
-        """)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -12,7 +10,7 @@ import torch
 import sage_processors as sp
 from tests.diffusion.calls.test_processors import flat, forward
 from tests.diffusion.test_apply_pipelines import flux_pipe
-from tests.diffusion.test_lifecycle import accelerate_offload, group_offload, saved_and_loaded
+from tests.diffusion.test_lifecycle import accelerate_offload, group_offload
 from tests.diffusion.test_lifecycle_adapters import sd_pipe
 from tests.support.combinations import shows  # noqa: F401 (pytest finds fixtures here)
 from tests.support.tiny_models import MODELS
@@ -88,26 +86,6 @@ def test_X07_models_of_64_bits(shows):  # noqa: F811
     shows(*swapped(model, inputs), forward(model, inputs), exact={"dtype"})
 
 
-def test_X08_model_offload(flux, shows):  # noqa: F811
-    accelerate = pytest.importorskip("accelerate")
-    model, inputs, stock = flux
-    shows(
-        *swapped(model, inputs, before=lambda model: accelerate.cpu_offload_with_hook(model, torch.device("cpu"))),
-        stock,
-    )
-
-
-def test_X09_sequential_offload(flux, shows):  # noqa: F811
-    model, inputs, stock = flux
-    shows(*swapped(model, inputs, before=lambda model: accelerate_offload(model, "cpu")), stock)
-
-
-@pytest.mark.parametrize("kind", ["block_level", "leaf_level"])
-def test_X10_group_offload(kind, flux, shows):  # noqa: F811
-    model, inputs, stock = flux
-    shows(*swapped(model, inputs, before=lambda model: group_offload(kind)(model, "cpu")), stock)
-
-
 def test_X11_layerwise_casting(flux, shows):  # noqa: F811
     model, inputs, _ = flux
     model.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.float32)
@@ -151,19 +129,6 @@ def test_X12_attention_slicing(shows):  # noqa: F811
         report = handle.report()
     pipe.enable_attention_slicing()
     shows(report, out, run())
-
-
-@pytest.mark.parametrize(
-    "duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model)), saved_and_loaded]
-)
-def test_X13_copies_and_pickles_of_a_model(duplicate, flux, shows):  # noqa: F811
-    model, inputs, stock = flux
-    with sp.apply(model, EVERYTHING):
-        twin = duplicate(model)
-    own = forward(twin, inputs)  # in INT8, too, but it has no handle that would tell
-    report, out = swapped(twin, inputs)
-    assert not torch.equal(own, stock)
-    shows(report, out, stock)
 
 
 def test_X14_threads_with_pipelines_that_share_a_model(shows):  # noqa: F811

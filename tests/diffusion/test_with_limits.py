@@ -156,22 +156,3 @@ def test_X82_windows_of_steps_without_a_scheduler(shows):  # noqa: F811
     model, _ = MODELS["flux"]()
     with shows.error(ValueError, "keep: got Keep.first_steps=1.* for a model without a pipeline"):
         sp.apply(model, sp.SageAttnProcessor(keep=sp.Keep(first_steps=1)))
-
-
-def test_X83_remove_where_16_bit_weights_were_dropped(shows):  # noqa: F811
-    model, inputs = MODELS["flux"]()
-    stock = forward(model, inputs)
-    options = {"linears": {"format": "int8", "min_features": 1, "drop_weights": True}}
-    handle = sp.apply(model, sp.SageAttnProcessor(min_tokens=1, **options))
-    out = forward(model, inputs)
-    handle.remove()
-    assert "stay in 8 bit" in str(handle.report())
-    shows(handle.report(), out, stock)
-
-
-def test_X84_options_given_to_diffusers_own_method(shows):  # noqa: F811
-    model, inputs = MODELS["flux"]()
-    stock = forward(model, inputs)
-    with model.set_attn_processor(EVERYTHING) as handle:
-        out = forward(model, inputs)
-    shows(handle.report(), out, stock)

@@ -7,9 +7,10 @@ import torch
 from diffusers.models import attention_dispatch
 
 import sage_processors as sp
+from sage_processors.diffusion.host import dispatcher
 
 
-NAME = "sage_int8"
+NAME = dispatcher.NAME
 # INT8 scores and P·V in bf16 on N(0, 1): some 42 dB (kernels/README.md). With a mask or a scale mixed up: below 20
 CLOSE_DB = 36.0
 

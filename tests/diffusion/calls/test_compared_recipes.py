@@ -47,11 +47,6 @@ def test_a_plain_recipe_has_no_plans_and_is_refused_with_them(recipe):
     assert recipes == {(recipe, "per_token"), ("qk_int8_pv_bf16", "timestep")}
 
 
-def test_lists_of_tiles_are_of_int8_codes():
-    with pytest.raises(ValueError, match="skip: got a Skip with recipe 'qk_fp8_pv_fp8', expected None"):
-        sp.SageAttnProcessor(recipe="qk_fp8_pv_fp8", skip=sp.Skip())
-
-
 def test_calibration_knows_a_milder_recipe_of_each():
     milder = {name: milder_recipe(name) for name in RECIPES}
     assert {milder[name] for name in PLAIN} == {"int_flash_half"}

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 
 import diffusers
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 import sage_processors as sp
 from sage_processors.diffusion.reports import scale_files
-from sage_processors.diffusion.steps.noise_level import TimestepReader, track
 from tests.diffusion.reports.scale_files import Refusal, changed, flux_file, learnt, same, values_of
 from tests.diffusion.test_apply_pipelines import EVERYTHING, PIPES
 from tests.support.plans import calls_without_a_plan
-from tests.support.repository import ROOT
 from tests.support.tiny_models import MODELS
 
 
@@ -58,27 +53,6 @@ def test_P02_saved_and_loaded_scales_restore_the_run_bit_for_bit(name, tmp_path)
         if not row["misfit_fraction"]:
             assert (calls_without_a_plan(row), calls_without_a_plan(warm[row["layer"]])) == (2, 1), row["layer"]
     assert other.components.keys() == cold.components.keys()
-
-
-@pytest.mark.slow("a process; a new pipeline in this one goes on where an old one stopped")
-def test_P02_a_new_process_goes_on_where_the_old_one_stopped(tmp_path):
-    _, handle, run = learnt("ddpm")
-    handle.save_scales(tmp_path / "scales.safetensors")
-    handle.freeze_scales()
-    program = f"""
-        import sys
-        sys.path[:0] = {[str(ROOT), str(ROOT / "kernels")]!r}
-        from safetensors.torch import save_file
-        from tests.diffusion.test_apply_pipelines import EVERYTHING, PIPES
-        pipe, run = PIPES["ddpm"]()
-        handle = pipe.set_attn_processor(EVERYTHING)
-        handle.load_scales({str(tmp_path / "scales.safetensors")!r})
-        save_file({{"images": run(seed=5).contiguous()}}, {str(tmp_path / "images.safetensors")!r})
-        """
-    program = "\n".join(line.strip() for line in program.splitlines())
-    environment = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
-    subprocess.run([sys.executable, "-c", program], check=True, cwd=tmp_path, env=environment)
-    assert torch.equal(load_file(tmp_path / "images.safetensors")["images"], run(seed=5))
 
 
 @pytest.mark.parametrize("name", ["flux", "unet_sd15"])
@@ -293,50 +267,6 @@ def test_Q01_other_safetensors_files_are_refused(saved, refused, tmp_path):
 
 
 # --- Q04: timesteps that were not seen ---
-
-
-def levels(timestep, largest=1000.0):
-    model, _ = MODELS["flux"]()
-    reader = TimestepReader(type(model).forward, "cpu")
-    reader.read(largest)
-    return reader.read(timestep)[1]
-
-
-@pytest.mark.parametrize(
-    ("timestep", "level"), [(1500.0, 1.0), (-20.0, 0.02), (0.0, 0.0), (1e30, 1.0), (250.5, 0.2505)]
-)
-def test_Q04_a_timestep_outside_of_the_range_is_clamped(timestep, level):
-    assert float(levels(timestep)) == pytest.approx(level)
-
-
-@pytest.mark.parametrize("value", [0, 1, 500, 999, 1000])
-def test_Q04_float_int_and_tensor_timesteps_are_the_same_level(value):
-    given = [value, float(value), torch.tensor(value), torch.tensor([float(value)]), torch.tensor([value] * 3)]
-    given += [torch.tensor(value, dtype=torch.float64), torch.tensor([[value]], dtype=torch.int32)]
-    read = [levels(timestep) for timestep in given]
-    assert all(torch.equal(level, read[0]) for level in read)
-
-
-class Levels:
-    def __init__(self):
-        self.steps = []
-
-    def begin_run(self, u):
-        self.steps = []
-
-    def advance(self, finished, following):
-        self.steps.append((float(finished), float(following)))
-
-
-@pytest.mark.parametrize("as_given", [int, float, torch.tensor, lambda t: torch.tensor([float(t)])])
-@pytest.mark.parametrize(("timestep", "place"), [(1500, 0), (-3, 4), (590, 2), (510, 2), (490, 2)])
-def test_Q04_a_step_that_the_scheduler_did_not_plan_is_the_nearest_one(timestep, place, as_given):
-    scheduler, listener = diffusers.DDIMScheduler(timestep_spacing="linspace"), Levels()
-    run = track(scheduler, listener)
-    scheduler.set_timesteps(5)  # 999, 749, 500, 250, 0
-    run.finish_step(as_given(timestep))
-    expected = run._levels.tolist()
-    assert listener.steps == [(expected[place], expected[min(place + 1, 4)])]
 
 
 def test_Q04_a_level_that_no_earlier_run_saw_is_planned_from_the_step_before(tmp_path):

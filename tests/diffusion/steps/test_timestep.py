@@ -252,6 +252,17 @@ def test_tracked_step_with_a_timestep_per_token_takes_the_noisiest():
     assert listener.events[0][0] == pytest.approx(float(noise_levels(scheduler)[2]))
 
 
+@pytest.mark.parametrize("as_given", [int, torch.tensor, lambda t: torch.tensor([float(t)])])
+def test_Q04_a_step_that_the_scheduler_did_not_plan_is_the_nearest_one(as_given):
+    for timestep, place in ((1500, 0), (-3, 4), (590, 2), (490, 2)):
+        scheduler, listener = diffusers.DDIMScheduler(timestep_spacing="linspace"), Listener()
+        run = track(scheduler, listener)
+        scheduler.set_timesteps(5)  # 999, 749, 500, 250, 0
+        run.finish_step(as_given(timestep))
+        levels = noise_levels(scheduler).tolist()
+        assert events_close(listener.events[-1:], [(levels[place], levels[min(place + 1, 4)])])
+
+
 @pytest.mark.parametrize("name", ["flow_euler", "heun", "ddim"])
 def test_tracked_run_never_reads_a_tensor_on_the_host(name):
     scheduler = make(name)

@@ -14,9 +14,13 @@ from tests.support.tiny_models import MODELS
 
 
 @pytest.mark.parametrize(
-    "values, expected", [([999.0, 500.0, 1.0], [0.999, 0.5, 0.001]), ([1.0, 0.5, 0.0], [1.0, 0.5, 0.0])]
-)
-def test_timestep_reader_tells_thousandths_from_fractions(values, expected):
+    "values, expected",
+    [
+        ([999.0, 500.0, 1.0], [0.999, 0.5, 0.001]), ([1.0, 0.5, 0.0], [1.0, 0.5, 0.0]),
+        ([1000.0, 1500.0, -20.0, 1e30], [1.0, 1.0, 0.02, 1.0]),
+    ],
+)  # fmt: skip
+def test_Q04_timestep_reader_tells_thousandths_from_fractions(values, expected):
     model, _ = MODELS["flux"]()
     reader = TimestepReader(type(model).forward, "cpu")
     read = []

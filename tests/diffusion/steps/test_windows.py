@@ -217,29 +217,3 @@ def test_windows_need_a_scheduler(window):
         sp.apply(model, options(**window))
     with pytest.raises(ValueError, match="for a pipeline without a scheduler"):
         sp.apply(Pipe(model, None), options(**window))
-
-
-@pytest.mark.parametrize(
-    ("window", "error", "words"),
-    [
-        ({"keep": {"first_steps": -1}}, ValueError, "keep.first_steps: got -1, expected at least 0"),
-        ({"keep": {"last_steps": 1.0}}, TypeError, "keep.last_steps: got float"),
-        ({"keep": {"first_steps": True}}, TypeError, "keep.first_steps: got bool"),
-        ({"keep": {"noise": (0.0, 1.5)}}, ValueError, "keep.noise: got .0.0, 1.5."),
-        ({"keep": {"noise": (0.0, "0.1")}}, TypeError, "keep.noise: got"),
-        ({"layers": "unet"}, TypeError, "layers: got str, expected a dict"),
-        ({"layers": {1: {"recipe": "16bit"}}}, TypeError, "layers: got"),
-        ({"layers": ("a", "per_token")}, TypeError, "layers: got a, expected a dict"),
-        ({"layers": {"a": "per_token"}}, TypeError, "layers..a..: got .*expected a dict with some of"),
-        ({"layers": {"a": {"scalin": "per_token"}}}, TypeError, "unknown option 'scalin'.*the closest is 'scaling'"),
-        ({"layers": {"a": {}}}, TypeError, "layers..a..: got"),
-        ({"kep": {}}, TypeError, "unknown option 'kep'.*the closest is 'keep'"),
-        ({"keep": {"first": 1}}, TypeError, "keep: got the unknown option 'first'.*the closest is 'first_steps'"),
-        ({"keep": 3}, TypeError, "keep: got int, expected a Keep or a dict"),
-        ({"layers": {"a": {"scaling": "exact"}}}, ValueError, "layers..a..: scaling: got 'exact', expected one of"),
-        ({"layers": {"a": {"scaling": "delayed"}}}, ValueError, "one rule plans all layers"),
-    ],
-)
-def test_bad_windows(window, error, words):
-    with pytest.raises(error, match=words):
-        options(**window)
