@@ -9,7 +9,6 @@ import copy
 import io
 import pickle
 
-import diffusers
 import pytest
 import torch
 import torch.nn.functional as F
@@ -78,17 +77,6 @@ def test_P01_a_copy_has_no_planned_scales_and_leaves_those_of_the_original_alone
         for _ in range(2):
             assert torch.equal(forward(twin, inputs), dynamic)  # documented: a copy has scales of each call
         assert torch.equal(forward(model, inputs), planned)
-
-
-def test_P01_a_copied_pipeline_has_a_scheduler_of_its_own():
-    pipe, run = flux_pipe()
-    handle = pipe.set_attn_processor(DYNAMIC)
-    int8, twin = run(), copy.deepcopy(pipe)
-    assert type(twin.scheduler) is diffusers.FlowMatchEulerDiscreteScheduler
-    assert sp.handle_of(twin) is None and sp.handle_of(pipe) is handle
-    assert all(sage_class.is_sage(p) for p in processors_of(twin.transformer).values())
-    pipe.transformer = twin.transformer  # `run` runs `pipe`
-    assert torch.equal(run(), int8)
 
 
 def files_of(folder):

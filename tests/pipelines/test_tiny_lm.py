@@ -9,7 +9,6 @@ import re
 import runpy
 import shutil
 import sys
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -182,47 +181,6 @@ def test_dialogues_answer_truly():
         r"([A-Z][a-z]+) has an? (\w+) (\w+)\.[^<]*What colour is the (\w+) of \1\?<\|assistant\|>(.*?)<", text
     )
     assert len(told) > 30 and all(f"The {thing} of {who} is {color}." == said for who, color, thing, _, said in told)
-
-
-@pytest.mark.parametrize(
-    ("number", "words"),
-    [
-        (0, "zero"),
-        (13, "thirteen"),
-        (20, "twenty"),
-        (47, "forty-seven"),
-        (100, "one hundred"),
-        (312, "three hundred and twelve"),
-    ],
-)
-def test_number_words(number, words):
-    assert tiny_dialogues.number_words(number) == words
-
-
-# --- bigram ---
-
-
-def test_bigram_is_a_distribution_and_equals_a_count_by_hand():
-    vocabulary = 7
-    tokens = torch.randint(vocabulary - 1, (101,), generator=torch.Generator().manual_seed(0))  # 6 never comes
-    bigram = tiny_text.Bigram(tokens, vocabulary)
-    sequence = tokens.tolist()
-    pairs, before = Counter(zip(sequence, sequence[1:], strict=False)), Counter(sequence[:-1])
-    single, kinds = Counter(sequence), Counter(a for a, _ in set(zip(sequence, sequence[1:], strict=False)))
-
-    def single_probability(b):
-        trust = len(sequence) / (len(sequence) + len(single))
-        return trust * single[b] / len(sequence) + (1 - trust) / vocabulary
-
-    def probability(a, b):
-        if not before[a]:
-            return single_probability(b)
-        return (pairs[a, b] + kinds[a] * single_probability(b)) / (before[a] + kinds[a])
-
-    for a in range(vocabulary):
-        ours = [math.exp(-bigram.loss(torch.tensor([a, b]))) for b in range(vocabulary)]
-        assert ours == pytest.approx([probability(a, b) for b in range(vocabulary)], rel=1e-9)
-        assert sum(ours) == pytest.approx(1, rel=1e-9)
 
 
 # --- training ---

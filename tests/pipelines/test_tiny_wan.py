@@ -96,13 +96,6 @@ def test_clips_of_another_prompt_are_judged_wrong(key, drawn):
     assert not any(answers["all"])
 
 
-def test_clips_that_play_backwards_move_the_other_way(drawn):
-    clips, scene = drawn
-    straight = torch.nonzero(scene.motion < tiny_videos.STRAIGHT).flatten()
-    back = dataclasses.replace(scene, motion=scene.motion ^ 1)[straight]  # left and right, up and down are neighbours
-    assert sum(tiny_video_check.obeyed(clips[straight].flip(2), back)["motion"]) >= len(straight) - 1
-
-
 def test_noise_and_an_empty_clip_obey_nothing():
     noise = torch.rand(2, 3, 9, 64, 64, generator=torch.Generator().manual_seed(2)) * 2 - 1
     noise[1] = -1
@@ -157,19 +150,6 @@ def train(work, stop: tuple[str, int] | None = None, **options) -> train_tiny_wa
     complete = complete and trainer.train_denoiser()
     assert complete == (stop is None)
     return trainer
-
-
-def test_steps_are_planned_for_the_time_that_is_left(tmp_path):
-    trainer = train_tiny_wan.Trainer(arguments(tmp_path, session_minutes=8))
-    trainer.began -= 100
-    trainer.state["step"] = 180
-    # 815 s are left, 380 of them in this session: of the rest a second one takes its start
-    steps = trainer.plan(915.0, 0.1)
-    used = 1 - train_tiny_wan.SLACK
-    assert steps == pytest.approx(180 + (815 - train_tiny_wan.RESTART_S) * 10 * used, abs=20)
-    assert trainer.state["planned"] == {"vae": steps}
-    assert trainer.plan(475.0, 0.1) == pytest.approx(180 + 375 * 10 * used, abs=20)
-    assert trainer.plan(50.0, 0.1) == 181  # the time is over: one step more
 
 
 @pytest.fixture
@@ -241,12 +221,6 @@ def test_what_was_trained_is_saved_small_loaded_and_drawn(finished, tmp_path, mo
     assert found.exit_code == 0, found.output
     with Image.open(tmp_path / "strip.png") as strip:
         assert strip.size[0] > 6 * 128
-
-
-def test_commands_say_where_weights_are_missing(monkeypatch):
-    monkeypatch.setattr(pipelines, "VIDEOS", ("tiny_film",))
-    found = CliRunner().invoke(app, ["demo", "tiny_film"], env={"COLUMNS": "200"})
-    assert found.exit_code == 2 and "tiny_film has no weights here" in found.output
 
 
 @pytest.mark.slow("trains for some seconds")

@@ -236,16 +236,6 @@ def test_P21_strict_refuses_forwards_that_nobody_steps():
         draw(pipe, 3)
 
 
-def test_P21_the_remedy_helps():
-    pipe, _ = sd_pipe()
-    inputs = MODELS["unet_sd15"]()[1]
-    with sp.apply(pipe, options(keep={"first_steps": 2})) as handle:
-        pipe.scheduler = ddim()
-        own_loop(pipe.unet, inputs, pipe.scheduler, calls=2)
-        assert {(row["calls"], row["fallbacks"]["window"]) for row in handle.report().rows} == {(8, 4)}
-        assert "unfollowed" not in str(handle.report())
-
-
 def test_P21_planned_scales_run_dynamic_where_nobody_steps(caplog):
     """Without windows the forwards stay INT8: no plan of another noise level is used, and they are counted."""
     pipe, _ = sd_pipe()
