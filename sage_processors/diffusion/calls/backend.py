@@ -109,18 +109,10 @@ def options() -> SageAttnProcessor:
 
 
 def _sage_int8(
-    query: Any,
-    key: Any,
-    value: Any,
-    attn_mask: Any = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: Any = None,
-    enable_gqa: bool = False,
-    return_lse: bool = False,
-    _parallel_config: Any = None,
+    query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
+    scale: Any = None, enable_gqa: bool = False, return_lse: bool = False, _parallel_config: Any = None,
     **unknown: Any,
-) -> Any:
+) -> Any:  # fmt: skip
     """Run one call of the back end, with the arguments of diffusers' own back ends.
 
     query [B, S_q, H, D], key and value [B, S_kv, H_kv, D] -> [B, S_q, H, D]; with return_lse also lse [B, S_q, H].

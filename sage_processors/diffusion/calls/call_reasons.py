@@ -37,14 +37,9 @@ def _foreign_function_mode() -> bool:
 
 
 def is_short(
-    config: SageAttnProcessor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    tokens: int,
-    heads: int,
-    is_causal: bool,
+    config: SageAttnProcessor, query: torch.Tensor, key: torch.Tensor, tokens: int, heads: int, is_causal: bool,
     parallel: Any = None,
-) -> bool:
+) -> bool:  # fmt: skip
     """True if 16 bit is faster than INT8 for a call.
 
     Asked before all other reasons, because a short call should cost the host next to nothing.
@@ -82,15 +77,9 @@ def training_reason(query: Any, key: Any, value: Any, attn_mask: Any, *others: A
 
 
 def call_reason(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: Any,
-    dropout_p: Any,
-    is_causal: bool,
-    scale: Any,
-    enable_gqa: Any,
-) -> str | None:
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: Any, dropout_p: Any, is_causal: bool,
+    scale: Any, enable_gqa: Any,
+) -> str | None:  # fmt: skip
     """Return one of REASONS, or None if the INT8 op can run the call. query, key, value: [B, S, H, D]."""
     if attn_mask is not None and not isinstance(attn_mask, torch.Tensor):
         return "block_mask"

@@ -14,13 +14,9 @@ _SCORES = 2**26  # scores computed at a time: 256 MiB in fp32
 
 
 def attention_with_lse(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None,
-    is_causal: bool,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None, is_causal: bool,
     scale: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Compute softmax attention and its log-sum-exp in fp32, in fp64 for fp64 inputs. Slow.
 
     Neither PyTorch's attention nor diffusers' native back end returns the log-sum-exp. Rows are computed in chunks, to

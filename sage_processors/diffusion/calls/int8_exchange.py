@@ -54,12 +54,9 @@ def _sent(parts: list[torch.Tensor], group: Any) -> tuple[list[torch.Tensor], in
 
 
 def run_ulysses(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    group: Any,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, group: Any,
     attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
-) -> tuple[torch.Tensor, int]:
+) -> tuple[torch.Tensor, int]:  # fmt: skip
     """Run attention of this device's tokens to those of all devices of a group.
 
     Args: query [B, S_q, H, D], key and value [B, S_kv, H, D], of this device. Every device has the same shapes, and H

@@ -85,17 +85,9 @@ class ProcessorState:
     is_compared = True
 
     def __init__(
-        self,
-        config: SageAttnProcessor | None,
-        layer: str,
-        patches: Patches,
-        sites: int,
-        events: EventCounter,
-        *,
-        kept: bool = False,
-        window: Window | None = None,
-        lock: threading.RLock | None = None,
-    ) -> None:
+        self, config: SageAttnProcessor | None, layer: str, patches: Patches, sites: int, events: EventCounter, *,
+        kept: bool = False, window: Window | None = None, lock: threading.RLock | None = None,
+    ) -> None:  # fmt: skip
         """Start counting from zero, without planned scales. sites: number of attention calls in the code."""
         self.config: Any = config
         self.layer, self.kept = layer, kept

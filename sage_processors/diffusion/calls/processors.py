@@ -95,17 +95,9 @@ def count_short(own: ProcessorState, calls: int) -> None:
 
 
 def _attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None,
-    is_causal: bool,
-    scale: Any,
-    own: ProcessorState,
-    index: int,
-    parallel: Any = None,
-    return_lse: bool = False,
-) -> Any:
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None, is_causal: bool,
+    scale: Any, own: ProcessorState, index: int, parallel: Any = None, return_lse: bool = False,
+) -> Any:  # fmt: skip
     """Run INT8 attention: query [B, S_q, H, D], key and value [B, S_kv, H_kv, D] -> [B, S_q, H, D].
 
     Any strides.
@@ -224,15 +216,9 @@ def _next_call() -> tuple[ProcessorState, int]:
 
 
 def _sdpa(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: Any = None,
-    enable_gqa: bool = False,
-) -> torch.Tensor:
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0, is_causal: bool = False, scale: Any = None, enable_gqa: bool = False,
+) -> torch.Tensor:  # fmt: skip
     """Replace F.scaled_dot_product_attention inside a Sage class: [B, H, S, D] in and out."""
     own, index = _next_call()
     reason: str | None
@@ -257,19 +243,10 @@ def _sdpa(
 
 
 def _dispatch(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: Any = None,
-    enable_gqa: bool = False,
-    attention_kwargs: Any = None,
-    *,
-    backend: Any = None,
-    parallel_config: Any = None,
-) -> torch.Tensor:
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0, is_causal: bool = False, scale: Any = None, enable_gqa: bool = False,
+    attention_kwargs: Any = None, *, backend: Any = None, parallel_config: Any = None,
+) -> torch.Tensor:  # fmt: skip
     """Replace diffusers' dispatch_attention_fn inside a Sage class: [B, S, H, D] in and out."""
     own, index = _next_call()
     reason: str | None

@@ -29,15 +29,9 @@ SIGNAL, NOISE, ROWS = range(3)
 
 
 def exact_rows(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    rows: torch.Tensor,
-    heads: list[int],
-    attn_mask: torch.Tensor | None,
-    is_causal: bool,
-    scale: float,
-) -> torch.Tensor:
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: torch.Tensor, heads: list[int],
+    attn_mask: torch.Tensor | None, is_causal: bool, scale: float,
+) -> torch.Tensor:  # fmt: skip
     """Compute attention of some rows of some heads in fp32.
 
     Args:
@@ -110,17 +104,9 @@ class LayerProbe:
         self.tried_heads.update(dict.fromkeys(self.tried_heads, 0))  # other keys would make Dynamo recompile
 
     def compare(
-        self,
-        index: int,
-        out: torch.Tensor,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None,
-        is_causal: bool,
-        scale: float | None,
-        tried: dict[str, Any] | None = None,
-    ) -> None:
+        self, index: int, out: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+        attn_mask: torch.Tensor | None, is_causal: bool, scale: float | None, tried: dict[str, Any] | None = None,
+    ) -> None:  # fmt: skip
         """Add the error of one INT8 call with the result `out` [B, S_q, H, D].
 
         Args: index: of the call site in the layer. tried: options of `sage_attention` for a trial with rotation.
