@@ -12,7 +12,7 @@ from sage_kernels.planning.state import ScaleState, Site
 from sage_kernels.testing import make_qkv
 from sage_processors.diffusion.calls.row_maxima_op import attention_keeping, keep_rows_of
 from tests.diffusion.calls.test_processors import sqnr_db
-from tests.diffusion.test_apply_pipelines import ddpm_pipe
+from tests.support.tiny_pipelines import ddpm_pipe
 
 
 FP8 = sp.SageAttnProcessor(recipe="qk_int8_pv_fp8", min_tokens=1)

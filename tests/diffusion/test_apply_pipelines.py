@@ -15,104 +15,10 @@ import torch
 import sage_kernels
 import sage_processors as sp
 from sage_processors.diffusion.calls import sage_class
-from sage_processors.diffusion.host.discovery import attention_modules
 from tests.diffusion.calls.test_processors import sdpa_as_op, sqnr_db
+from tests.diffusion.test_apply import EVERYTHING, processors_of
 from tests.support.repository import OPTIONAL, ROOT
-from tests.support.tiny_models import MODELS
-
-
-EVERYTHING = sp.SageAttnProcessor(min_tokens=1)
-
-
-def processors_of(model):
-    return {name: module.processor for name, module in attention_modules(model)}
-
-
-def tiny_vae(channels=4):
-    torch.manual_seed(0)
-    blocks = {
-        "block_out_channels": (8, 8),
-        "down_block_types": ("DownEncoderBlock2D",) * 2,
-        "up_block_types": ("UpDecoderBlock2D",) * 2,
-    }
-    return diffusers.AutoencoderKL(**blocks, norm_num_groups=4, latent_channels=channels, sample_size=8).eval()
-
-
-def ddpm_pipe():
-    model, _ = MODELS["unet_unconditional"]()
-    pipe = diffusers.DDPMPipeline(model, diffusers.DDIMScheduler())
-    pipe.set_progress_bar_config(disable=True)
-    return pipe, lambda steps=4, seed=0: torch.as_tensor(
-        pipe(num_inference_steps=steps, generator=torch.Generator().manual_seed(seed), output_type="np").images
-    )
-
-
-def flux_pipe():
-    torch.manual_seed(0)
-    model, inputs = MODELS["flux"]()
-    config = dict(model.config) | {"in_channels": 16}
-    model = diffusers.FluxTransformer2DModel.from_config(config).eval()
-    pipe = diffusers.FluxPipeline(
-        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
-        vae=tiny_vae(),
-        text_encoder=None,
-        tokenizer=None,
-        text_encoder_2=None,
-        tokenizer_2=None,
-        transformer=model,
-    )
-    pipe.set_progress_bar_config(disable=True)
-    embeds = {"prompt_embeds": inputs["encoder_hidden_states"], "pooled_prompt_embeds": inputs["pooled_projections"]}
-    return (
-        pipe,
-        lambda steps=4, seed=0: (
-            pipe(
-                **{name: tensor.to(pipe._execution_device) for name, tensor in embeds.items()},
-                height=16,
-                width=16,
-                num_inference_steps=steps,
-                generator=torch.Generator().manual_seed(seed),
-                output_type="latent",
-            ).images
-        ),
-    )
-
-
-def sd_controlnet_pipe():
-    unet, _ = MODELS["unet_sd15"]()
-    controlnet, _ = MODELS["controlnet"]()
-    pipe = diffusers.StableDiffusionControlNetPipeline(
-        vae=tiny_vae(),
-        text_encoder=None,
-        tokenizer=None,
-        unet=unet,
-        controlnet=controlnet,
-        scheduler=diffusers.EulerDiscreteScheduler(),
-        safety_checker=None,
-        feature_extractor=None,
-        requires_safety_checker=False,
-    )
-    pipe.set_progress_bar_config(disable=True)
-    torch.manual_seed(0)
-    embeds, image = torch.randn(2, 7, 32), torch.rand(1, 3, 16, 16)
-    return (
-        pipe,
-        lambda steps=3, seed=0: (
-            pipe(
-                prompt_embeds=embeds[:1],
-                negative_prompt_embeds=embeds[1:],
-                image=image,
-                height=16,
-                width=16,
-                num_inference_steps=steps,
-                generator=torch.Generator().manual_seed(seed),
-                output_type="latent",
-            ).images
-        ),
-    )
-
-
-PIPES = {"ddpm": ddpm_pipe, "flux": flux_pipe, "sd_controlnet": sd_controlnet_pipe}
+from tests.support.tiny_pipelines import PIPES, flux_pipe
 
 
 @pytest.mark.parametrize("name", PIPES)

@@ -12,9 +12,9 @@ from sage_processors.diffusion.calls import sage_class
 from sage_processors.diffusion.host.discovery import attention_modules
 from tests.diffusion.calls.test_processors import forward
 from tests.diffusion.test_apply import processors_of
-from tests.diffusion.test_apply_pipelines import flux_pipe, sd_controlnet_pipe
 from tests.support.combinations import shows  # noqa: F401 (pytest finds fixtures here)
 from tests.support.tiny_models import MODELS
+from tests.support.tiny_pipelines import flux_pipe, sd_controlnet_pipe
 
 
 EVERYTHING = sp.SageAttnProcessor(min_tokens=1)

@@ -19,9 +19,9 @@ from sage_processors.diffusion.calls import processors, sage_class
 from sage_processors.diffusion.host.discovery import attention_modules
 from tests.diffusion.calls.test_processors import attention_inputs, counted, forward, sqnr_db
 from tests.diffusion.test_apply import processors_of
-from tests.diffusion.test_apply_pipelines import flux_pipe, sd_controlnet_pipe
 from tests.support.combinations import shows  # noqa: F401 (pytest finds fixtures here)
 from tests.support.tiny_models import MODELS, OLDEST, rand
+from tests.support.tiny_pipelines import flux_pipe, sd_controlnet_pipe
 
 
 EVERYTHING = sp.SageAttnProcessor(min_tokens=1)

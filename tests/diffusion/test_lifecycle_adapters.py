@@ -15,9 +15,9 @@ import sage_processors as sp
 from sage_processors.diffusion.calls import sage_class
 from tests.diffusion.calls.test_processors import forward, sqnr_db
 from tests.diffusion.test_apply import processors_of
-from tests.diffusion.test_apply_pipelines import flux_pipe, tiny_vae
 from tests.diffusion.test_lifecycle import statuses
 from tests.support.tiny_models import MODELS
+from tests.support.tiny_pipelines import flux_pipe, sd_pipe
 
 
 EVERYTHING = sp.SageAttnProcessor(min_tokens=1)
@@ -36,30 +36,6 @@ def calls_of(handle):
     assert sum(row["misfit_fraction"] == 0 for row in rows) >= 0.75 * len(rows)
     assert all(row["misfit_fraction"] < 0.25 for row in rows)
     return {row["layer"]: (row["calls"], 1 if row["misfit_fraction"] else row["dynamic_calls"]) for row in rows}
-
-
-def sd_pipe(kind=diffusers.StableDiffusionPipeline, **options):
-    pipe = kind(
-        vae=tiny_vae(),
-        text_encoder=None,
-        tokenizer=None,
-        unet=MODELS["unet_sd15"]()[0],
-        scheduler=diffusers.EulerDiscreteScheduler(steps_offset=1),
-        safety_checker=None,
-        feature_extractor=None,
-        requires_safety_checker=False,
-        **options,
-    )
-    pipe.set_progress_bar_config(disable=True)
-    torch.manual_seed(0)
-    embeds = torch.randn(2, 7, 32)
-
-    def run(**inputs):
-        generator = torch.Generator().manual_seed(0)
-        inputs |= {"prompt_embeds": embeds[:1], "negative_prompt_embeds": embeds[1:], "output_type": "latent"}
-        return pipe(height=16, width=16, num_inference_steps=3, generator=generator, **inputs).images
-
-    return pipe, run
 
 
 # --- P03: IP-Adapters ---
@@ -102,24 +78,14 @@ def sd_with_adapter():
 
 def flux_with_adapter():
     pipe, run = flux_pipe()
-    image, inputs = torch.randn(1, 1, 24), MODELS["flux"]()[1]
+    image = torch.randn(1, 1, 24)
     adapter = flux_ip_adapter(pipe.transformer)
 
     def load():
         pipe.load_ip_adapter(adapter, "", image_encoder_pretrained_model_name_or_path=None)
 
     def run_with_image():
-        return pipe(
-            prompt_embeds=inputs["encoder_hidden_states"],
-            pooled_prompt_embeds=inputs["pooled_projections"],
-            ip_adapter_image_embeds=[image],
-            negative_ip_adapter_image_embeds=[image],
-            height=16,
-            width=16,
-            num_inference_steps=3,
-            generator=torch.Generator().manual_seed(0),
-            output_type="latent",
-        ).images
+        return run(steps=3, ip_adapter_image_embeds=[image], negative_ip_adapter_image_embeds=[image])
 
     return pipe, pipe.transformer, lambda: run(steps=3), run_with_image, load
 

@@ -12,8 +12,9 @@ from sage_processors.unsupported import PAG_REMEDY
 from tests.diffusion.calls.test_processors import forward, sqnr_db
 from tests.diffusion.test_apply import processors_of
 from tests.diffusion.test_lifecycle import statuses
-from tests.diffusion.test_lifecycle_adapters import EVERYTHING, STRICT, sd_pipe
+from tests.diffusion.test_lifecycle_adapters import EVERYTHING, STRICT
 from tests.support.tiny_models import MODELS
+from tests.support.tiny_pipelines import sd_pipe
 
 
 @pytest.mark.parametrize("name", ["unet_sd15", "unet_sdxl", "unet_simple_cross", "prior", "controlnet", "hunyuan_dit"])

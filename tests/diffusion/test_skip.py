@@ -15,10 +15,10 @@ from sage_kernels.facts.skipping import TOTAL_TILES, TOTAL_VISITED
 from sage_kernels.ops import skip_state
 from sage_kernels.planning import skip_lists
 from tests.diffusion.calls.test_processors import sqnr_db
-from tests.diffusion.test_apply_pipelines import flux_pipe
 from tests.diffusion.test_compile import Pipe, compiled, denoise
 from tests.diffusion.test_same_seed import Drawing
 from tests.support.tiny_models import MODELS
+from tests.support.tiny_pipelines import flux_pipe
 
 
 # small random models attend to everything alike: what is to be skipped at all takes a large limit

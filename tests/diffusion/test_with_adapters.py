@@ -10,14 +10,10 @@ import torch
 
 import sage_processors as sp
 from tests.diffusion.calls.test_processors import forward
-from tests.diffusion.test_apply_pipelines import sd_controlnet_pipe
-from tests.diffusion.test_lifecycle_adapters import (
-    flux_with_adapter,
-    sd_pipe,
-    sd_with_adapter,
-)
+from tests.diffusion.test_lifecycle_adapters import flux_with_adapter, sd_with_adapter
 from tests.support.combinations import shows  # noqa: F401 (pytest finds fixtures here)
 from tests.support.tiny_models import MODELS
+from tests.support.tiny_pipelines import sd_controlnet_pipe, sd_pipe
 
 
 EVERYTHING = sp.SageAttnProcessor(min_tokens=1)

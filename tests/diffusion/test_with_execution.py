@@ -9,11 +9,10 @@ import torch
 
 import sage_processors as sp
 from tests.diffusion.calls.test_processors import flat, forward
-from tests.diffusion.test_apply_pipelines import flux_pipe
 from tests.diffusion.test_lifecycle import accelerate_offload, group_offload
-from tests.diffusion.test_lifecycle_adapters import sd_pipe
 from tests.support.combinations import shows  # noqa: F401 (pytest finds fixtures here)
 from tests.support.tiny_models import MODELS
+from tests.support.tiny_pipelines import flux_pipe, sd_pipe
 
 
 EVERYTHING = sp.SageAttnProcessor(min_tokens=1)

@@ -12,10 +12,9 @@ from diffusers import hooks
 
 import sage_processors as sp
 from tests.diffusion.calls.test_processors import forward
-from tests.diffusion.test_apply_pipelines import flux_pipe
-from tests.diffusion.test_lifecycle_adapters import sd_pipe
 from tests.support.combinations import shows  # noqa: F401 (pytest finds fixtures here)
 from tests.support.tiny_models import MODELS
+from tests.support.tiny_pipelines import flux_pipe, sd_pipe
 
 
 EVERYTHING = sp.SageAttnProcessor(min_tokens=1)
@@ -24,18 +23,11 @@ STEPS = 6
 
 def guided_flux():
     """A FLUX pipeline that calls the model twice a step, and its run."""
-    pipe, _ = flux_pipe()
+    pipe, run = flux_pipe()
     inputs = MODELS["flux"]()[1]
     words, pooled = inputs["encoder_hidden_states"], inputs["pooled_projections"]
-
-    def run():
-        return pipe(
-            prompt_embeds=words, pooled_prompt_embeds=pooled, negative_prompt_embeds=-words,
-            negative_pooled_prompt_embeds=-pooled, true_cfg_scale=3.0, height=16, width=16, num_inference_steps=STEPS,
-            generator=torch.Generator().manual_seed(0), output_type="latent",
-        ).images  # fmt: skip
-
-    return pipe, run
+    without = {"negative_prompt_embeds": -words, "negative_pooled_prompt_embeds": -pooled, "true_cfg_scale": 3.0}
+    return pipe, lambda: run(steps=STEPS, **without)
 
 
 def drawn(make, shows, change=lambda pipe: None, **expected):  # noqa: F811

@@ -11,9 +11,9 @@ from torch import nn
 import sage_processors as sp
 from sage_kernels.testing import relative_l2, sqnr_db
 from tests.diffusion.calls.test_processors import forward
-from tests.diffusion.test_lifecycle_adapters import sd_pipe
 from tests.support.combinations import CLOSE_DB, shows  # noqa: F401 (pytest finds fixtures here)
 from tests.support.tiny_models import MODELS
+from tests.support.tiny_pipelines import sd_pipe
 
 
 EVERYTHING = sp.SageAttnProcessor(min_tokens=1)

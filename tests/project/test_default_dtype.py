@@ -14,10 +14,10 @@ import sage_processors as sp
 from sage_kernels.testing import make_qkv
 from sage_processors.diffusion.steps.noise_level import Run, TimestepReader
 from tests.diffusion.calls.test_processors import forward
-from tests.diffusion.test_apply_pipelines import flux_pipe
 from tests.support.repository import files
 from tests.support.tiny_language_models import MODELS as LANGUAGE
 from tests.support.tiny_models import MODELS
+from tests.support.tiny_pipelines import flux_pipe
 
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float64)

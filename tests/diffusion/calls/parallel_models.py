@@ -23,8 +23,8 @@ from sage_kernels.testing import exact_attention, make_qkv, sqnr_db
 from sage_processors.diffusion.calls.context_parallel import run_with_codes, unquantised_bytes
 from sage_processors.diffusion.host.discovery import attention_modules
 from tests.diffusion.calls.context_parallel import parallel_config
-from tests.diffusion.test_apply_pipelines import flux_pipe
 from tests.support.tiny_models import MODELS
+from tests.support.tiny_pipelines import flux_pipe
 
 
 STEPS = 2

@@ -8,7 +8,7 @@ import sage_processors as sp
 from sage_kernels import RECIPES
 from sage_processors.calibration.layer_choices import milder_recipe
 from tests.diffusion.calls.test_processors import sqnr_db
-from tests.diffusion.test_apply_pipelines import ddpm_pipe
+from tests.support.tiny_pipelines import ddpm_pipe
 
 
 PLAIN = [recipe.name for recipe in RECIPES.values() if recipe.plain]

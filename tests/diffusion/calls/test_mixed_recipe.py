@@ -12,7 +12,7 @@ import sage_processors as sp
 from sage_kernels import Mixed
 from sage_processors.calibration.policy_files import read_policy, write_policy
 from tests.diffusion.calls.test_processors import sqnr_db
-from tests.diffusion.test_apply_pipelines import ddpm_pipe
+from tests.support.tiny_pipelines import ddpm_pipe
 
 
 NVFP4 = sp.SageAttnProcessor(recipe="mixed", mixed={"base": "nvfp4", "budget": 0.3, "keep_blocks": True}, min_tokens=1)

@@ -13,9 +13,9 @@ import sage_processors as sp
 from sage_processors.diffusion.graphs import call_graphs, capture, comparison, model_graphs
 from sage_processors.diffusion.graphs.blocks import BlockCall, repeated_blocks
 from sage_processors.diffusion.graphs.model_graphs import WARM_UP
-from tests.diffusion.test_apply_pipelines import flux_pipe
 from tests.support.cpu_graphs import Recorder, captures, options
 from tests.support.tiny_models import MODELS
+from tests.support.tiny_pipelines import flux_pipe
 
 
 FORWARDS = WARM_UP + 4

@@ -21,10 +21,10 @@ from sage_processors.linears import modules, swap
 from sage_processors.linears.weights import layers
 from sage_processors.linears.weights.linear_state import linear_state
 from sage_processors.patching import nested
-from tests.diffusion.test_apply_pipelines import flux_pipe
 from tests.diffusion.test_lifecycle import accelerate_offload, group_offload
 from tests.support.cpu_graphs import OnCpu, Recorder, captures, frozen, options
 from tests.support.tiny_models import MODELS
+from tests.support.tiny_pipelines import flux_pipe
 
 
 @pytest.fixture

@@ -10,7 +10,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from tests.diffusion.test_apply_pipelines import EVERYTHING, PIPES
+from tests.diffusion.test_apply_pipelines import EVERYTHING
+from tests.support.tiny_pipelines import PIPES
 
 
 def learnt(name="flux", runs=2):

@@ -19,7 +19,7 @@ from sage_processors.diffusion.reports.report import Report
 from sage_processors.linears.report import LinearReport
 from sage_processors.reporting.layer_names import common_prefix, patterns
 from sage_processors.reporting.layer_report import LayerReport
-from tests.diffusion.test_apply_pipelines import flux_pipe
+from tests.support.tiny_pipelines import flux_pipe
 
 
 FLUX = [f"transformer.transformer_blocks.{i}.attn" for i in range(19)]

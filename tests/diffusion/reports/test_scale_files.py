@@ -12,9 +12,10 @@ from safetensors.torch import save_file
 import sage_processors as sp
 from sage_processors.diffusion.reports import scale_files
 from tests.diffusion.reports.scale_files import Refusal, changed, flux_file, learnt, same, values_of
-from tests.diffusion.test_apply_pipelines import EVERYTHING, PIPES
+from tests.diffusion.test_apply_pipelines import EVERYTHING
 from tests.support.plans import calls_without_a_plan
 from tests.support.tiny_models import MODELS
+from tests.support.tiny_pipelines import PIPES
 
 
 @pytest.fixture(scope="module")

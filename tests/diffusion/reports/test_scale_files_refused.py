@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save, save_file
 
 from sage_processors.diffusion.reports import scale_files
 from tests.diffusion.reports.scale_files import Refusal, changed, flux_file, learnt, same, values_of
-from tests.diffusion.test_apply_pipelines import EVERYTHING, PIPES
+from tests.diffusion.test_apply_pipelines import EVERYTHING
+from tests.support.tiny_pipelines import PIPES
 
 
 @pytest.fixture(scope="module")

@@ -13,9 +13,9 @@ import sage_processors as sp
 from sage_processors.diffusion.steps.noise_level import noise_levels
 from sage_processors.diffusion.steps.windows import inside
 from tests.diffusion.test_compile import Pipe, compiled, denoise
-from tests.diffusion.test_lifecycle_adapters import sd_pipe
 from tests.support.plans import calls_without_a_plan
 from tests.support.tiny_models import MODELS
+from tests.support.tiny_pipelines import sd_pipe
 
 
 SD, IMG2IMG = diffusers.StableDiffusionPipeline, diffusers.StableDiffusionImg2ImgPipeline

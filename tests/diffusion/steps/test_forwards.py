@@ -19,8 +19,8 @@ from sage_processors.diffusion.steps.windows import Progress
 from sage_processors.reporting.event_counter import EventCounter
 from tests.diffusion.steps.test_following import SD, ddim, draw, options
 from tests.diffusion.test_compile import Pipe, denoise
-from tests.diffusion.test_lifecycle_adapters import sd_pipe
 from tests.support.tiny_models import MODELS
+from tests.support.tiny_pipelines import sd_pipe
 
 
 def progress_of(scheduler, windowed=True, **kwargs):
