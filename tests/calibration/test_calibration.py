@@ -43,9 +43,24 @@ def run(**kwargs):
 
 
 def test_an_easy_budget_is_met_by_the_cheapest_and_again_byte_by_byte(tmp_path, monkeypatch):
+    """By a search that was interrupted and goes on, by another one, and by one that draws nothing."""
     first, second, state = (tmp_path / name for name in ("first.json", "second.json", "state.json"))
     options = {"scalings": ("per_token", "timestep"), "steps": 1}
+    evaluate, drawn = quality.evaluate, []
+
+    def stops_after_one(*args, **kwargs):
+        drawn.append(len(drawn))
+        if len(drawn) == 2:
+            raise KeyboardInterrupt
+        return evaluate(*args, **kwargs)
+
+    monkeypatch.setattr(quality, "evaluate", stops_after_one)
+    with pytest.raises(KeyboardInterrupt):
+        run(target_psnr=35.0, state_path=state, **options)
+    assert len(json.loads(state.read_text())["outcomes"]) == 1
     found = run(target_psnr=35.0, path=first, state_path=state, **options)
+    assert len(drawn) == 4  # the other scaling and the fresh seeds
+    monkeypatch.undo()
     assert found.met and found.result["psnr_db"] >= 35 and found.result["int8_share"] == 1.0
     assert found.config == sp.SageAttnProcessor(scaling="timestep")  # by the count, cheaper than per_token
     assert [row["cost"] for row in found.curve] == sorted(row["cost"] for row in found.curve)
@@ -68,30 +83,6 @@ def test_of_equally_dear_options_the_better_ones_are_taken():
     assert worse["cost"] == better["cost"] and worse["psnr_db"] < better["psnr_db"]
     assert better["label"] == f"qk_int8_pv_bf16, {found.config.scaling.name}"
     assert found.result["psnr_db_low"] == found.result["psnr_db"]  # one picture has no spread
-
-
-@pytest.mark.slow("two whole calibrations")
-def test_an_interrupted_calibration_goes_on(tmp_path, monkeypatch):
-    state, evaluate, drawn = tmp_path / "state.json", quality.evaluate, []
-
-    def stops_after_one(*args, **kwargs):
-        if drawn:
-            raise KeyboardInterrupt
-        drawn.append(1)
-        return evaluate(*args, **kwargs)
-
-    monkeypatch.setattr(quality, "evaluate", stops_after_one)
-    with pytest.raises(KeyboardInterrupt):
-        run(target_psnr=35.0, state_path=state, scalings=("per_token", "timestep"))
-    assert len(json.loads(state.read_text())["outcomes"]) == 1
-
-    def counting(*args, **kwargs):
-        drawn.append(1)
-        return evaluate(*args, **kwargs)
-
-    monkeypatch.setattr(quality, "evaluate", counting)
-    found = run(target_psnr=35.0, state_path=state, scalings=("per_token", "timestep"))
-    assert len(drawn) == 3 and found.met  # one before, the other scaling and the fresh seeds after
 
 
 @pytest.mark.slow("a calibration that tries every way")

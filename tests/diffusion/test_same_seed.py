@@ -281,24 +281,6 @@ def test_Q16_a_model_without_a_pipeline_tells_runs_by_its_timesteps(scaling, rec
         assert all(n > 0 for n in kept) if told and recipe == RECIPES[1] else not any(kept)
 
 
-@pytest.mark.slow("compiles a model")
-def test_Q16_frozen_and_compiled_models_without_a_pipeline():
-    drawing = Drawing()
-    torch._dynamo.reset()
-    with sp.apply(drawing.model, options()) as handle:
-        fast, _ = compiled(drawing.model, "aot_eager")
-        walk(drawing, 3, DOWN, model=fast)
-        cold = walk(drawing, 1, DOWN, model=fast)
-        walk(drawing, 2, SHORT, size=8.0, model=fast)
-        assert torch.equal(walk(drawing, 1, DOWN, model=fast), cold)
-        handle.freeze_scales()
-        warm = walk(drawing, 1, DOWN, model=fast)
-        walk(drawing, 2, SHORT, size=8.0, model=fast)
-        assert torch.equal(walk(drawing, 1, DOWN, model=fast), warm)
-        assert not torch.equal(warm[0], cold[0])
-    torch._dynamo.reset()
-
-
 def test_Q16_a_pipeline_needs_no_word_of_its_runs():
     drawing = Drawing()
     with sp.apply(drawing.pipe, options()) as handle, pytest.raises(ValueError, match="scheduler says where a run"):

@@ -269,9 +269,8 @@ def test_layers_that_plan_nothing_have_no_lists(options):
     assert all(row["skipped_fraction"] > 0 for row in rows if row not in unplanned)
 
 
-@pytest.mark.gpu
-def test_graphs_of_steps_find_the_step_that_runs():
-    """A CUDA graph captured at one step is replayed at all: dense at the ends of a run, void when another begins."""
+def on_gpu(**options):
+    """(state with lists of tiles on a GPU, a function that makes a call with them)."""
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA GPU")
     from sage_kernels import sage_attention
@@ -279,17 +278,18 @@ def test_graphs_of_steps_find_the_step_that_runs():
     from tests.kernels.attention.test_skipping import scores_of
 
     q, k, v = (x.cuda() for x in scores_of("clustered", 1000, 2500))
+    state = ScaleState([Site("a", 1, 64)], device="cuda")
+    lists = state.kept.skip_lists = skip_lists.SkipLists(1, torch.device("cuda", 0), every=3, **options)
+    return state, lambda: sage_attention(q, k, v, state=state.head_state(0), skip=lists.of(0, q, k))
+
+
+@pytest.mark.gpu
+def test_graphs_of_steps_find_the_step_that_runs():
+    """A CUDA graph captured at one step is replayed at all: dense at the ends of a run, void when another begins."""
     results = []
     for graphs in (False, True):
-        state = ScaleState([Site("a", 1, 64)], device="cuda")
-        lists = state.kept.skip_lists = skip_lists.SkipLists(
-            1, torch.device("cuda", 0), limit=0.2, every=3, first_steps=1, last_steps=1
-        )
-
-        def call(state=state, lists=lists):
-            found = lists.of(0, q, k)
-            return sage_attention(q, k, v, state=state.head_state(0), skip=found)
-
+        state, call = on_gpu(limit=0.2, first_steps=1, last_steps=1)
+        lists = state.kept.skip_lists
         outs, graph = [], None
         for _ in range(2):
             state.begin_run(1.0)
@@ -319,17 +319,8 @@ def test_graphs_of_steps_find_the_step_that_runs():
 
 @pytest.mark.gpu
 def test_E05_lists_never_wait_for_the_gpu():
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA GPU")
-    from sage_kernels import sage_attention
-    from sage_kernels.planning.state import ScaleState, Site
-    from tests.kernels.attention.test_skipping import scores_of
-
-    q, k, v = (x.cuda() for x in scores_of("clustered", 1000, 2500))
-    state = ScaleState([Site("a", 1, 64)], device="cuda")
-    lists = state.kept.skip_lists = skip_lists.SkipLists(
-        1, torch.device("cuda", 0), limit=[(0.2, 0.1)], every=3, borders=(0.5,)
-    )
+    state, call = on_gpu(limit=[(0.2, 0.1)], borders=(0.5,))
+    lists = state.kept.skip_lists
     levels = torch.linspace(1, 0, 8, device="cuda")
 
     def run():
@@ -337,7 +328,7 @@ def test_E05_lists_never_wait_for_the_gpu():
         for step in range(4):
             lists.at_level(levels[step])
             lists.place(step, 4 - step)
-            sage_attention(q, k, v, state=state.head_state(0), skip=lists.of(0, q, k))
+            call()
             state.advance(levels[step], levels[step + 1])
             lists.in_order(levels[step], levels[step + 1])
 

@@ -39,13 +39,13 @@ def test_P60_two_processes_draw_what_one_draws(rows, kind, name):
         assert row["to_alone"] > row["alone_to_exact"] - AS_ALONE_DB and row["repeats"]
         assert row["to_exact"] > row["alone_to_exact"] - AS_ALONE_DB
         assert row["reported_bytes"] == row["sent_bytes"] > 0
-        assert row["apart"] < row["to_alone"] - 20  # attention of each half alone: what a wrong exchange looks like
+        assert "apart" not in row or row["apart"] < row["to_alone"] - 20
 
 
 @pytest.mark.parametrize("kind", ["ulysses", "ring"])
 def test_P60_each_device_plans_the_heads_that_it_computes(rows, kind):
     for row in rows[kind, "planned"]:
-        assert row["planned"] == ([row["rank"]] if kind == "ulysses" else [0, 1])
+        assert "apart" in row and row["planned"] == ([row["rank"]] if kind == "ulysses" else [0, 1])
         parts = 1 if kind == "ulysses" else 2  # a ring's keys come in two parts
         # two runs, whose first steps have no plan
         assert row["calls"] == 2 * STEPS * parts and row["dynamic"] == 2 * parts and row["fallbacks"] == {}

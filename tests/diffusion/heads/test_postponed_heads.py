@@ -274,16 +274,9 @@ class Unlike(Processor):
 
 @pytest.mark.parametrize(
     "kind",
-    [
-        "other angles",
-        "other angles of two parts",
-        "pairs",
-        "angles of queries alone",
-        "norm of queries alone",
-        "eps",
-        "weight of queries alone",
-    ],
-)
+    ["other angles", "other angles of two parts", "pairs", "angles of queries alone", "norm of queries alone", "eps",
+     "weight of queries alone"],
+)  # fmt: skip
 def test_queries_and_keys_that_differ_are_made_one_by_one(kind):
     processor = Unlike()
     processor.kind = kind

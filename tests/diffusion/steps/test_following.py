@@ -355,35 +355,13 @@ def test_P25_forwards_inside_of_code_that_is_compiled_around_them_are_counted():
 # --- reset ---
 
 
-def twice_reset(prepare, forward):
-    """What `forward` gives and leaves in the report, after what happened and a reset, and on a handle that is new."""
-    found = []
+@pytest.mark.parametrize("before", ["half a run", "a prepared run", "a run", "another loop"])
+def test_P38_after_a_reset_nothing_is_expected_of_a_forward(before):
+    """reset() and then anything is what a new handle does: where a broken-off run was does not matter."""
+    inputs, found = MODELS["unet_sd15"]()[1], []
     for is_new in (False, True):
         pipe, _ = sd_pipe()
         handle = None if is_new else pipe.set_attn_processor(options(keep={"first_steps": 2}))
-        prepare(pipe)
-        if is_new:
-            handle = pipe.set_attn_processor(options(keep={"first_steps": 2}))
-        else:
-            handle.reset()
-        out = forward(pipe)
-        report = handle.report()
-        found.append((out, report.calls, dict(report.fallbacks), report.notes))
-    return found
-
-
-@pytest.mark.parametrize(
-    "before, then",
-    [
-        ("half a run", "a forward"), ("half a run", "a loop"), ("a prepared run", "a forward"), ("a run", "a forward"),
-        ("another loop", "a run"),
-    ],
-)  # fmt: skip
-def test_P38_after_a_reset_nothing_is_expected_of_a_forward(before, then):
-    """reset() and then anything is what a new handle does: where a broken-off run was does not matter."""
-    inputs = MODELS["unet_sd15"]()[1]
-
-    def prepare(pipe):
         if before == "a prepared run":
             pipe.scheduler.set_timesteps(7)
         elif before == "another loop":
@@ -394,16 +372,15 @@ def test_P38_after_a_reset_nothing_is_expected_of_a_forward(before, then):
                 draw(pipe, 8, callback_on_step_end=stop_at_three)
         else:
             draw(pipe, 8)
-
-    def forward(pipe):
-        if then == "a run":
-            return draw(pipe, 4)
-        if then == "a loop":  # of a scheduler that nobody knows
-            return own_loop(pipe.unet, inputs, ddim())
+        if is_new:
+            handle = pipe.set_attn_processor(options(keep={"first_steps": 2}))
+        else:
+            handle.reset()
         timesteps = pipe.scheduler.timesteps
         with torch.no_grad():
-            return pipe.unet(**(inputs | {"timestep": timesteps[min(4, len(timesteps) - 1)]})).sample
-
-    (ours, *counts), (new, *wanted) = twice_reset(prepare, forward)
-    assert counts == wanted
-    assert torch.equal(torch.as_tensor(ours), torch.as_tensor(new))
+            outs = [pipe.unet(**(inputs | {"timestep": timesteps[min(4, len(timesteps) - 1)]})).sample]
+        outs += [own_loop(pipe.unet, inputs, ddim()), draw(pipe, 4)]
+        report = handle.report()
+        found.append((outs, report.calls, dict(report.fallbacks), report.notes))
+    (ours, *counts), (new, *wanted) = found
+    assert counts == wanted and all(map(torch.equal, ours, new))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import diffusers
 import pytest
@@ -75,34 +76,27 @@ def test_P26_a_timestep_written_in_place_is_another_one():
 # --- threads ---
 
 
+def in_threads(*works):
+    """What functions return, each in a thread of its own."""
+    with ThreadPoolExecutor(len(works)) as pool:
+        return [work.result(120) for work in [pool.submit(work) for work in works]]
+
+
 def test_P27_threads_with_pipelines_of_their_own_keep_their_windows():
     pipe, _ = sd_pipe()
     handle = pipe.set_attn_processor(options(keep={"first_steps": 3}))
     pipes = [SD.from_pipe(pipe, scheduler=ddim()) for _ in range(2)]
     for other in pipes:
         other.set_progress_bar_config(disable=True)
-    start, errors = threading.Barrier(2), []
-
-    def work(other):
-        try:
-            start.wait(60)
-            draw(other, 8)
-        except Exception as error:  # handed to the thread that can fail the test
-            errors.append(error)
-
-    threads = [threading.Thread(target=work, args=(other,)) for other in pipes]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-    assert not errors
+    start = threading.Barrier(2)
+    in_threads(*(lambda other=other: (start.wait(60), draw(other, 8)) for other in pipes))
     rows = handle.report().rows
     assert all((row["calls"], row["fallbacks"]) == (10, {"window": 6}) for row in rows), rows
 
 
 def overlapping(pipes, steps=6):
     """Pictures of two runs in two threads whose steps take turns: a step of one, a step of the other."""
-    turns, found, errors = [threading.Semaphore(1), threading.Semaphore(0)], [None, None], []
+    turns = [threading.Semaphore(1), threading.Semaphore(0)]
 
     def work(index):
         def after_step(pipe, step, timestep, tensors):
@@ -111,19 +105,10 @@ def overlapping(pipes, steps=6):
                 assert turns[index].acquire(timeout=60)
             return tensors
 
-        try:
-            assert turns[index].acquire(timeout=60)
-            found[index] = draw(pipes[index], steps, callback_on_step_end=after_step)
-        except BaseException as error:  # handed to the thread that can fail the test
-            errors.append(error)
+        assert turns[index].acquire(timeout=60)
+        return draw(pipes[index], steps, callback_on_step_end=after_step)
 
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-    assert not errors, errors
-    return found
+    return in_threads(lambda: work(0), lambda: work(1))
 
 
 @pytest.mark.parametrize("scaling", ["timestep", "dynamic"])
@@ -163,13 +148,11 @@ def test_P39_runs_one_after_the_other_in_several_threads_do_not_overlap(other):
     pipes = [pipe, SD.from_pipe(pipe, scheduler=ddim())]
     pipes[1].set_progress_bar_config(disable=True)
     handle = pipe.set_attn_processor(options(scaling="timestep"))
-    alone, found = [draw(each, 4) for each in pipes], []
+    alone = [draw(each, 4) for each in pipes]
     if other == "prepared before, run after":
         pipes[0].scheduler.set_timesteps(4)
-    thread = threading.Thread(target=lambda: found.append(draw(pipes[1], 4)))
-    thread.start()
-    thread.join(120)
-    assert torch.equal(draw(pipes[0], 4), alone[0]) and torch.equal(found[0], alone[1])
+    (found,) = in_threads(lambda: draw(pipes[1], 4))
+    assert torch.equal(draw(pipes[0], 4), alone[0]) and torch.equal(found, alone[1])
     assert handle.following.overlaps == 0
 
 
@@ -206,11 +189,7 @@ def test_P37_eager_counts_of_many_threads_add_up():
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
-        threads = [threading.Thread(target=lambda: [counter.add(1) for _ in range(5000)]) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
+        in_threads(*[lambda: [counter.add(1) for _ in range(5000)]] * 4)
     finally:
         sys.setswitchinterval(interval)
     assert counter.numbers() == [0, 20_000]
