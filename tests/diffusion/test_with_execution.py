@@ -6,10 +6,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from diffusers import hooks
 
 import sage_processors as sp
 from tests.diffusion.calls.test_processors import flat, forward
-from tests.diffusion.test_lifecycle import accelerate_offload, group_offload
+from tests.diffusion.test_lifecycle import accelerate_offload
 from tests.support.combinations import shows  # noqa: F401 (pytest finds fixtures here)
 from tests.support.tiny_models import MODELS
 from tests.support.tiny_pipelines import flux_pipe, sd_pipe
@@ -87,30 +88,30 @@ def test_X07_models_of_64_bits(shows):  # noqa: F811
 
 def test_X11_layerwise_casting(flux, shows):  # noqa: F811
     model, inputs, _ = flux
-    model.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.float32)
+    model.enable_layerwise_casting(**EIGHT_BIT)
     shows(*swapped(model, inputs), forward(model, inputs))
 
 
-HOOKS = {
-    "cast": lambda m: m.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.float32),
-    "sequential": lambda m: accelerate_offload(m, "cpu"),
-    "leaf_level": lambda m: group_offload("leaf_level")(m, "cpu"),
-    "block_level": lambda m: group_offload("block_level")(m, "cpu"),
+EIGHT_BIT = {"storage_dtype": torch.float8_e4m3fn, "compute_dtype": torch.float32}
+LEAVES = {"onload_device": torch.device("cpu"), "offload_device": torch.device("cpu"), "offload_type": "leaf_level"}
+HOOKS = {  # of one attention module: each layer of a model takes Dynamo some seconds
+    "cast": lambda attn: hooks.apply_layerwise_casting(attn, **EIGHT_BIT),
+    "sequential": lambda attn: accelerate_offload(attn, "cpu"),
+    "leaf_level": lambda attn: hooks.apply_group_offloading(attn, **LEAVES),
 }
 
 
 @pytest.mark.parametrize("linears", ["none", "int8"])
-@pytest.mark.parametrize("hooks", HOOKS)
+@pytest.mark.parametrize("hooked", HOOKS)
 @torch.no_grad()
-def test_X99_compiled_blocks_whose_layers_have_hooks(hooks, linears, flux, shows):  # noqa: F811
+def test_X99_compiled_blocks_whose_layers_have_hooks(hooked, linears, flux, shows):  # noqa: F811
     """Hooks break the graph inside of a processor. Dynamo keeps the pieces with its code, which stock's shares."""
     model, inputs, _ = flux
-    HOOKS[hooks](model)
+    HOOKS[hooked](model.transformer_blocks[0].attn)
     stock = forward(model, inputs)
     model.compile_repeated_blocks(backend="eager")
     assert torch.equal(forward(model, inputs), stock)
-    eight_bit = {"linears": {"format": linears, "min_features": 0}} if linears != "none" else {}
-    with sp.apply(model, sp.SageAttnProcessor(min_tokens=1, **eight_bit)) as handle:
+    with sp.apply(model, sp.SageAttnProcessor(min_tokens=1, linears=sp.Linears(linears, min_features=0))) as handle:
         out = forward(model, inputs)
         for _ in range(2):
             assert torch.equal(forward(model, inputs), out)

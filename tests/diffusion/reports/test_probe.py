@@ -13,7 +13,7 @@ import sage_processors as sp
 from sage_processors.diffusion.calls import processors
 from sage_processors.diffusion.reports.probe import SLOTS, LayerProbe, _Shared, exact_rows
 from tests.diffusion.steps.test_windows import flux_pipe, options
-from tests.diffusion.test_compile import compiled, denoise
+from tests.diffusion.test_compile import denoise
 from tests.support.tiny_models import MODELS
 
 
@@ -130,30 +130,6 @@ def test_probe_skips_steps_in_a_window_and_follows_refresh():
         again = handle.probe(every=1)  # replaces the first
         denoise(pipe, model, inputs, steps=3)
         assert {row["step"] for row in again.data()} == {2} and {row["step"] for row in probe.data()} == {2, 3}
-
-
-@pytest.mark.slow("compiles three versions")
-def test_compiled_model_with_probe_and_window_makes_three_versions():
-    pipe, model, inputs = flux_pipe()
-    torch._dynamo.reset()
-    with sp.apply(pipe, options(keep={"last_steps": 1})) as handle, handle.probe(every=2) as probe:
-        eager = denoise(pipe, model, inputs, steps=6)
-        expected = probe.data()
-        probe.reset()
-        handle.reset()
-        fast, counter = compiled(model, "aot_eager")
-        result = denoise(pipe, fast, inputs, steps=6)
-        assert counter.frame_count == 3  # probed, not probed, 16 bit
-        data = probe.data()
-        with torch._dynamo.config.patch(error_on_recompile=True):
-            denoise(pipe, fast, inputs, steps=6)
-    torch._dynamo.reset()
-    torch.testing.assert_close(result, eager, rtol=1e-5, atol=1e-5)
-    assert [(r["layer"], r["head"], r["step"], r["rows"]) for r in data] == [
-        (r["layer"], r["head"], r["step"], r["rows"]) for r in expected
-    ]
-    for row, other in zip(data, expected, strict=True):
-        assert row["sqnr_db"] == pytest.approx(other["sqnr_db"], abs=0.5)
 
 
 def test_probe_of_a_raw_model_counts_every_call_as_step_0():

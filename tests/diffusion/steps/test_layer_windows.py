@@ -18,7 +18,7 @@ from sage_processors.diffusion.calls import processors
 from sage_processors.diffusion.steps.noise_level import noise_levels
 from sage_processors.diffusion.steps.windows import inside, stays_16bit
 from tests.diffusion.steps.test_windows import flux_pipe, options
-from tests.diffusion.test_compile import compiled, denoise
+from tests.diffusion.test_compile import denoise
 
 
 JOINT, SINGLE = "transformer.transformer_blocks.0.attn", "transformer.single_transformer_blocks.0.attn"
@@ -93,30 +93,6 @@ def test_a_range_holds_its_low_end_and_one_but_not_its_high_end():
     config = options(keep={"first_steps": 1, "last_steps": 2, "noise": (0.0, 0.35)})
     kept = [stays_16bit(config, (0.5, 0.7), 1 - i / 10, i, 10 - i) for i in range(10)]
     assert kept == [True, False, False, False, True, True, False, False, True, True]
-
-
-@pytest.mark.slow("compiles four versions")
-def test_compiled_ranges_make_a_version_for_each_combination_and_no_more():
-    pipe, model, inputs = flux_pipe(FlowMatchEulerDiscreteScheduler(shift=1.0))
-    config = options(
-        keep={"first_steps": 1}, layers={JOINT: {"keep_noise": (0, 0.4)}, SINGLE: {"keep_noise": (0.2, 0.7)}}
-    )
-    pipe.scheduler.set_timesteps(12)
-    met = {(i == 0 or u < 0.4, i == 0 or 0.2 <= u < 0.7) for i, u in enumerate(noise_levels(pipe.scheduler).tolist())}
-    assert len(met) == 4
-    torch._dynamo.reset()
-    with sp.apply(pipe, config) as handle:
-        eager = [denoise(pipe, model, inputs, steps=12) for _ in range(2)]
-        expected = {name: tuple(x // 2 for x in pair) for name, pair in counts(handle).items()}
-        handle.reset()
-        fast, counter = compiled(model, "aot_eager")
-        results = [denoise(pipe, fast, inputs, steps=12)]
-        assert counter.frame_count == 4 and counts(handle) == expected
-        with torch._dynamo.config.patch(error_on_recompile=True):
-            results.append(denoise(pipe, fast, inputs, steps=12))
-        assert counter.frame_count == 4
-    torch._dynamo.reset()
-    torch.testing.assert_close(results, eager, rtol=1e-5, atol=1e-5)
 
 
 def test_auto_rotation_waits_until_a_layer_leaves_its_range(monkeypatch):
