@@ -93,11 +93,9 @@ def test_X11_layerwise_casting(flux, shows):  # noqa: F811
 
 
 EIGHT_BIT = {"storage_dtype": torch.float8_e4m3fn, "compute_dtype": torch.float32}
-LEAVES = {"onload_device": torch.device("cpu"), "offload_device": torch.device("cpu"), "offload_type": "leaf_level"}
-HOOKS = {  # of one attention module: each layer of a model takes Dynamo some seconds
-    "cast": lambda attn: hooks.apply_layerwise_casting(attn, **EIGHT_BIT),
-    "sequential": lambda attn: accelerate_offload(attn, "cpu"),
-    "leaf_level": lambda attn: hooks.apply_group_offloading(attn, **LEAVES),
+HOOKS = {  # of one layer: each break of a graph takes Dynamo seconds
+    "cast": lambda layer: hooks.apply_layerwise_casting(layer, **EIGHT_BIT),
+    "sequential": lambda layer: accelerate_offload(layer, "cpu"),
 }
 
 
@@ -107,7 +105,7 @@ HOOKS = {  # of one attention module: each layer of a model takes Dynamo some se
 def test_X99_compiled_blocks_whose_layers_have_hooks(hooked, linears, flux, shows):  # noqa: F811
     """Hooks break the graph inside of a processor. Dynamo keeps the pieces with its code, which stock's shares."""
     model, inputs, _ = flux
-    HOOKS[hooked](model.transformer_blocks[0].attn)
+    HOOKS[hooked](model.transformer_blocks[0].attn.to_q)
     stock = forward(model, inputs)
     model.compile_repeated_blocks(backend="eager")
     assert torch.equal(forward(model, inputs), stock)
