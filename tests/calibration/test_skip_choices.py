@@ -175,7 +175,7 @@ def test_limits_found_on_some_prompts_hold_on_others(monkeypatch, tmp_path):
     monkeypatch.setattr(skip_lists, "LEAST_TILES", 4)
     pipe, base = pipeline("tiny_flux"), dataclasses.replace(BASE, min_tokens=0)
     user = dataclasses.replace(USER, min_tokens=0, skip=dataclasses.replace(USER.skip, every=3))
-    options = {"scalings": ("timestep",), "steps": 5, "batch": 1, "progress": False, "config": user, "arguments": SIZE}
+    options = {"scalings": ("timestep",), "steps": 5, "batch": 1, "progress": False, "arguments": SIZE, "config": user}
     others = ["a green square on a white background", "a white ring on a red background"]
     dense = quality.evaluate(pipe, PROMPTS[:1], [0], [quality.Variant("dense", base)], steps=5, arguments=SIZE)[
         "dense"
