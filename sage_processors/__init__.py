@@ -8,9 +8,10 @@ Importing this package needs torch alone. Everything else is imported on first u
 
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
-from collections.abc import Callable
+import sys
 from typing import Any
 
 from .diffusion.host.model_methods import add_model_methods
@@ -63,15 +64,9 @@ __all__ = [
 ]  # fmt: skip
 
 
-def _imported_when_called(name: str) -> Callable[..., Any]:
-    """Return a function of this package that is imported when it is called.
-
-    For files that may not import the folder in which the function lives.
-    """
-    return lambda *args: __getattr__(name)(*args)
-
-
-HANDED_IN.update({name: _imported_when_called(name) for name in ("apply", *_FOR_OTHER_FILES)})
+HANDED_IN.update(
+    {name: functools.partial(getattr, sys.modules[__name__], name) for name in ("apply", *_FOR_OTHER_FILES)}
+)
 add_pipeline_method()
 add_model_methods()
 register()

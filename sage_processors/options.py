@@ -45,9 +45,9 @@ ROTATE_BELOW_DB = 32.0
 ROTATION_GAIN_DB = 1.0
 
 
-# Functions of folders that may import this file, by name: `apply`, `apply_to_language_model` and `read_policy`. The
-# package's __init__.py hands them in.
-HANDED_IN: dict[str, Callable[..., Any]] = {}
+# What imports functions of folders that may import this file, by name: `apply`, `apply_to_language_model` and
+# `read_policy`. The package's __init__.py hands it in.
+HANDED_IN: dict[str, Callable[[], Callable[..., Any]]] = {}
 
 
 def _with_preset(init: Any) -> Any:
@@ -237,7 +237,7 @@ class SageAttnProcessor:
         Args: path: a .json file. target: the pipeline or model that the policy should be for; compared if given.
         Raises: see calibration/policy_files.py, read_policy.
         """
-        config: SageAttnProcessor = HANDED_IN["read_policy"](path, target)[0]
+        config: SageAttnProcessor = HANDED_IN["read_policy"]()(path, target)[0]
         return config
 
     def rules(self, option: str) -> tuple[tuple[str, Any], ...]:

@@ -328,7 +328,7 @@ def apply(target: Any, config: SageAttnProcessor | None = None) -> Handle:
             f"target: got {type(target).__name__}, expected a DiffusionPipeline or a model (torch.nn.Module)"
         )
     if _is_of_transformers(target):
-        return HANDED_IN["apply_to_language_model"](target, config)  # type: ignore[no-any-return]
+        return HANDED_IN["apply_to_language_model"]()(target, config)  # type: ignore[no-any-return]
     earlier = (handle_of(model) for model in (denoisers(target).values() if is_pipeline(target) else (target,)))
     for handle in list(earlier):
         if handle is not None:

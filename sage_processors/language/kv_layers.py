@@ -121,7 +121,10 @@ class Int8Layer(CacheLayerMixin):
         The first call returns its tokens as they came, so attention within a prompt sees no rounding of the cache.
         Later calls return the same QuantizedKV twice. If it raises, nothing is stored.
         """
-        return self._all_or_nothing(lambda trial: trial._append(key_states, value_states, self))
+        trial = self._trial()
+        result = trial._append(key_states, value_states, self)
+        self._take(trial)
+        return result
 
     def _append(self, key_states, value_states, owner):
         self._prepare(key_states, value_states)
@@ -213,14 +216,10 @@ class Int8Layer(CacheLayerMixin):
             self._all_or_nothing(lambda trial: trial.__dict__.update(changed, batch_size=changed["k_codes"].shape[0]))
 
     def _all_or_nothing(self, change):
-        """Run change(trial) on a copy of the layer, take over its fields, and return the result.
-
-        If it raises, the layer is unchanged.
-        """
+        """Run change(trial) on a copy of the layer, and take over its fields. If it raises, the layer is unchanged."""
         trial = self._trial()
-        result = change(trial)
+        change(trial)
         self._take(trial)
-        return result
 
     def _trial(self):
         """Return a layer with the same fields, to be changed in place of this one."""

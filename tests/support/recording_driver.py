@@ -47,6 +47,15 @@ def install(device: int | None = 0, stream: int = 0) -> list:
     return handed
 
 
+def record(call, given, numbers=None) -> tuple:
+    """Make a call. Returns its results, and the Replay of it or None; given, numbers: as in `Recording.replay`."""
+    from sage_kernels._triton.launch import Recording
+
+    with Recording() as recorded:
+        results = call()
+    return results, recorded.replay(results, given, numbers)
+
+
 def named(handed: list, given, results) -> list:
     """What was handed over, with names for addresses: of the given tensors, the results, and buffers as they come.
 

@@ -1,6 +1,6 @@
 """The op `sage_attention`: INT8 attention by Triton kernels on a GPU, by the reference on a CPU.
 
-The way of a call: `sage_attention` checks it, `_run` leaves autocast, `_compute` decides what to launch, and
+The way of a call: `sage_attention` checks it, `_compute` decides what to launch, and
 `_triton/attention/launch.py` launches it. There are two shortcuts. A call like an earlier one is replayed (replay.py):
 its recorded launches run again, without checks or decisions. And where PyTorch's dispatcher would only pass the call
 on (`is_plain_call`), it is not asked. Whoever has to see an op (torch.compile, a profiler, a tracer) sees the ops that
@@ -195,9 +195,11 @@ def sage_attention(
         check_state(state, q.shape, k.shape[2], q.device)
     if skip is not None:
         check_skip(skip, q, k, state, (attn_mask, causal, window, softcap, sinks), recipe)
-        return _run(*arguments, state=state, return_lse=return_lse, key=key, skip=skip)
-    if key is not None or is_plain_call(q, k, v, attn_mask, sinks, *(state or ())):
-        return _run(*arguments, state=state, return_lse=return_lse, key=key)
+    call = functools.partial(_compute, *arguments, state=state, return_lse=return_lse, skip=skip)
+    if key is not None:
+        return remember(key, call, (q, k, v, *(state or ()), *(() if skip is None else skip.tensors)))
+    if skip is not None or is_plain_call(q, k, v, attn_mask, sinks, *(state or ())):
+        return call()
     ops = torch.ops.sage_kernels
     if state is None:
         op = ops.attention_lse if return_lse else ops.attention
@@ -234,29 +236,6 @@ def _try_replay(
         return None, None
     # the types too: 1, 1.0 and True are one key of a dictionary
     return replay_by_key((options, *map(type, options), *map(layout_of, tensors)), tensors)
-
-
-def _run(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *arguments: Any,
-    state: HeadState | None,
-    return_lse: bool,
-    key: Any | None = None,
-    skip: SkipState | None = None,
-) -> Any:
-    """Run a checked call outside of autocast, which would cast the reference's own matmuls too.
-
-    key: from `_try_replay`. With a key, the launches are recorded for the next equal call.
-    """
-    if torch.is_autocast_enabled(q.device.type):
-        with torch.autocast(q.device.type, enabled=False):
-            return _run(q, k, v, *arguments, state=state, return_lse=return_lse, key=key, skip=skip)
-    if key is None:
-        return _compute(q, k, v, *arguments, state=state, return_lse=return_lse, skip=skip)
-    call = functools.partial(_compute, q, k, v, *arguments, state=state, return_lse=return_lse, skip=skip)
-    return remember(key, call, (q, k, v, *(state or ()), *(() if skip is None else skip.tensors)))
 
 
 def _compute(
@@ -296,9 +275,12 @@ def _compute(
         from .._triton.attention.launch import launch_attention_fwd
         from .._triton.launch import compiled_together
 
-        out, lse = compiled_together(lambda: launch_attention_fwd(q, k, v, return_lse=return_lse, **options))
+        call = functools.partial(launch_attention_fwd, q, k, v, return_lse=return_lse, **options)
+        with compiled_together(call):
+            out, lse = call()
     else:
-        out, lse = reference.ref_attention(q, k, v, **options)
+        with torch.autocast(q.device.type, enabled=False):  # it would cast the reference's own matmuls
+            out, lse = reference.ref_attention(q, k, v, **options)
     return (out, lse) if return_lse else out
 
 
@@ -318,7 +300,8 @@ def _implementation(planned: bool, return_lse: bool) -> Any:
             key, result = _try_replay(q, k, v, state, ("op", *options, return_lse), dispatched=True)
             if result is not None:
                 return result
-        return _run(*arguments[:_INPUTS], state=state, return_lse=return_lse, key=key)
+        call = functools.partial(_compute, *arguments[:_INPUTS], state=state, return_lse=return_lse)
+        return call() if key is None else remember(key, call, (q, k, v, *(state or ())))
 
     return run
 

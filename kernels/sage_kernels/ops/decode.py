@@ -70,12 +70,14 @@ def append_kv(
         if result is not None:
             return
     check_append(*tensors, position, ring, k_balance)
-    where: tuple[Any, int] = (position, 0) if isinstance(position, torch.Tensor) else (None, position)
-    arguments = (*tensors, *where, ring, k_balance)
-    if key is not None:
-        remember(key, functools.partial(_append, *arguments), given, numbers)
-    else:
-        call_op(torch.ops.sage_kernels.append_kv, arguments)
+    on_device, start = (position, 0) if isinstance(position, torch.Tensor) else (None, position)
+    if key is None:
+        call_op(torch.ops.sage_kernels.append_kv, (*tensors, on_device, start, ring, k_balance))
+        return
+    from .._triton.decode.append_kv import launch_append_kv
+
+    options: dict[str, Any] = {"position": on_device, "start": start, "ring": ring, "k_balance": k_balance}
+    remember(key, functools.partial(launch_append_kv, *tensors, **options), given, numbers)
 
 
 @overload
@@ -218,7 +220,9 @@ def _replay_attend(q: torch.Tensor, cache: tuple[Any, ...], lengths: Any, sinks:
         return _NOT_REPLAYED
     if torch.is_grad_enabled() and (q.requires_grad or (sinks is not None and sinks.requires_grad)):
         return _NOT_REPLAYED
-    return _replay(*_attend_key(q, cache, lengths, sinks, options))
+    key, given, numbers = _attend_key(q, cache, lengths, sinks, options)
+    key, results = replay_by_key(key, given, numbers)
+    return key, given, numbers, results
 
 
 def _attend_key(q: torch.Tensor, cache: tuple[Any, ...], lengths: Any, sinks: Any, options: tuple[Any, ...]) -> Any:
@@ -257,7 +261,9 @@ def _replay_append(tensors: Any, position: Any, ring: bool) -> Any:
         return _NOT_REPLAYED
     if torch.is_grad_enabled() and (k.requires_grad or (v is not None and v.requires_grad)):
         return _NOT_REPLAYED
-    return _replay(*_append_key(tensors, position, ring))
+    key, given, numbers = _append_key(tensors, position, ring)
+    key, results = replay_by_key(key, given, numbers)
+    return key, given, numbers, results
 
 
 def _append_key(tensors: Any, position: Any, ring: bool) -> Any:
@@ -275,14 +281,6 @@ def _append_key(tensors: Any, position: Any, ring: bool) -> Any:
             return _NOT_REPLAYED[:3]
     key = ("append", ring, type(ring), len(tensors), *(None if x is None else layout_of(x) for x in tensors))
     return key, [x for x in tensors if x is not None], {"start": start}
-
-
-def _replay(key: Any, given: Any, numbers: Any) -> Any:
-    """Return (key, tensors, numbers, results), with the results of an equal call if one was recorded."""
-    if key is None:
-        return _NOT_REPLAYED
-    key, results = replay_by_key(key, given, numbers)
-    return key, given, numbers, results
 
 
 def _attend(

@@ -5,6 +5,7 @@ Recipe "mixed".
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -91,7 +92,9 @@ def _attend(q: Any, k: Any, v: Any, scale: float, causal: bool, offset: int, opt
 
         given: dict[str, Any] = {"options": options, "causal": causal, "offset": offset, "scale": scale}
         given |= dict(zip(("return_lse", "return_blocks"), returned, strict=True))
-        return compiled_together(lambda: launch_mixed_attention(q, k, v, **given))
+        call = functools.partial(launch_mixed_attention, q, k, v, **given)
+        with compiled_together(call):
+            return call()
     out, lse, blocks = ref_mixed_attention(q, k, v, options=options, causal=causal, offset=offset, scale=scale)
     return out, lse, blocks.to(torch.int8)
 

@@ -68,11 +68,13 @@ def replay_by_key(key: tuple, given, numbers=None):
 def remember(key: tuple, call, given, numbers=None):
     """Return what `call()` returns, and keep its launches under the key if they can be replayed.
 
-    given, numbers: the tensors and integers that may be others in the next call; see `_triton.launch.record`.
+    given, numbers: the tensors and integers that may be others in the next call; see `_triton.launch.Recording`.
     """
-    from .._triton.launch import record
+    from .._triton.launch import Recording
 
-    results, replay = record(call, given, numbers)
+    with Recording() as recorded:
+        results = call()
+    replay = recorded.replay(results, given, numbers)
     if replay is not None:
         keep(key, replay)
     return results

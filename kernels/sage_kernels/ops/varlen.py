@@ -5,6 +5,7 @@ A call goes the way of attention.py to the same kernels; they read from the leng
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Literal, overload
 
 import torch
@@ -184,7 +185,9 @@ def _compute(
         from .._triton.launch import compiled_together
 
         options |= {"packed": (cu_seqlens_q, cu_seqlens_k), "state": None, "return_lse": return_lse}
-        out, lse = compiled_together(lambda: launch_attention_fwd(q[None], k[None], v[None], **options))
+        call = functools.partial(launch_attention_fwd, q[None], k[None], v[None], **options)
+        with compiled_together(call):
+            out, lse = call()
     else:
         check_lengths(q, k, cu_seqlens_q, cu_seqlens_k)
         out, lse = reference.ref_attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)

@@ -38,7 +38,7 @@ def _for_models(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def set_attn_processor(self: Any, processor: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(processor, SageAttnProcessor):
-            return HANDED_IN["apply"](_target_of(self), processor)
+            return HANDED_IN["apply"]()(_target_of(self), processor)
         if isinstance(processor, dict):
             for name, one in processor.items():
                 _refuse(one, f"in a dict of processors, at {str(name)[:200]!r}")

@@ -55,7 +55,7 @@ def set_attn_processor(self, processor):
     """
     if processor is None:
         raise TypeError("processor: got None, expected sage_processors.SageAttnProcessor(...)")
-    return HANDED_IN["apply"](self, processor)
+    return HANDED_IN["apply"]()(self, processor)
 
 
 def _patch(module: str, name: str) -> None:

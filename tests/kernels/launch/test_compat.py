@@ -185,7 +185,7 @@ LAUNCHES = (
     + """
 import torch, triton, triton.knobs, triton.experimental.gluon.language.nvidia.hopper
 import triton.experimental.gluon.nvidia.hopper
-from tests.support.recording_driver import install, named
+from tests.support.recording_driver import install, named, record
 
 handed = install(device=None, stream=7)
 torch.cuda.current_device, torch.cuda.get_device_capability = lambda: None, lambda device: (9, 0)
@@ -212,7 +212,7 @@ def hide(name):
     compat.attribute = attribute
 
 def check(name, launched={{}}):
-    from sage_kernels._triton import compat, launch as launching
+    from sage_kernels._triton import compat
     from sage_kernels._triton.attention import launch as launch_attention
     from sage_kernels._triton.prologue import prologue
     from sage_kernels.facts.masking import make_masking
@@ -230,7 +230,7 @@ def check(name, launched={{}}):
         )[0]
     lines = []
     for _ in range(3):  # by Triton, and as it was launched before
-        results, again = launching.record(call, given)
+        results, again = record(call, given)
         lines.append(named(handed, given, results))
         if again is not None:
             results = again(given)

@@ -122,8 +122,10 @@ def compile_and_tell(self, *arguments):
     return compile(self, *arguments)
 JITFunction._do_compile = compile_and_tell
 from sage_kernels._triton.launch import compiled_together
-compiled_together(lambda: launch_attention.launch_attention_fwd(
-    q, q, q, scale=0.1, scaling="planned", smooth_k=True, state=state.head_state(0), return_lse=False))
+call = lambda: launch_attention.launch_attention_fwd(
+    q, q, q, scale=0.1, scaling="planned", smooth_k=True, state=state.head_state(0), return_lse=False)
+with compiled_together(call):
+    call()
 beside = [("_prologue_kernel", "MainThread"), ("attention_fwd_hopper_kernel", "sage_kernels compile")]
 assert sorted(seen) == beside, seen
 print("all as predicted")

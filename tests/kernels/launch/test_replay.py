@@ -19,7 +19,7 @@ from tests.support.recording_driver import run  # noqa: E402
 # in a process of its own, with a driver that records what it is handed
 SCRIPT = """
 import torch, triton
-from tests.support.recording_driver import install, named
+from tests.support.recording_driver import install, named, record
 
 handed = install(device=None, stream=7)
 from sage_kernels._triton import launch as launching
@@ -73,7 +73,7 @@ for name, kind in KINDS.items():
     shape = kind.pop("seq_q", 200), kind.pop("seq_kv", 200), 64, dtype, planned
     shape += kind.pop("known", None), kind.pop("skips", False)
     first, second = tensors(*shape), tensors(*shape)
-    results, again = launching.record(lambda: call(first, planned, **kind), first)
+    results, again = record(lambda: call(first, planned, **kind), first)
     assert again is not None, name
     recorded = named(handed, first, results)
     made = again(second)
@@ -102,7 +102,7 @@ def copied(x, y, through=lambda x: x, result=lambda x: x):
 
 x, y = torch.randn(65), torch.randn(64)
 first, shifted = x[:64], x[1:]
-assert launching.record(lambda: copied(first, y), (first, y))[1] is not None
+assert record(lambda: copied(first, y), (first, y))[1] is not None
 for name, call, given in (
     ("computed between", lambda: copied(first, y, through=torch.clone), (first, y)),
     ("computed after", lambda: copied(first, y, result=torch.clone), (first, y)),
@@ -111,7 +111,7 @@ for name, call, given in (
     ("an address that is compiled for alone", lambda: copied(shifted, y), (shifted, y)),
     ("no launch", lambda: launching.buffer(64, device="cpu", returned=True), (first, y)),
 ):
-    results, again = launching.record(call, given)
+    results, again = record(call, given)
     assert again is None and torch.is_tensor(results), name
 print("all made again alike")
 """
@@ -125,11 +125,10 @@ def test_a_replayed_call_launches_what_a_new_one_would(tmp_path):
 
 DECODE_SCRIPT = """
 import torch
-from tests.support.recording_driver import install, named
+from tests.support.recording_driver import install, named, record
 
 handed = install(device=None, stream=7)
 from sage_kernels.ops import decode
-from sage_kernels._triton import launch as launching
 from sage_kernels._triton.decode import append_kv, launch as attention_decode
 
 attention_decode.capability_of = lambda device: 90
@@ -173,7 +172,7 @@ for name in CHOSEN:
             return out if lse is None else (out, lse)
 
         if len(keys) == 1:
-            results, again = launching.record(call, given, numbers)
+            results, again = record(call, given, numbers)
             assert again is not None, name
             named(handed, given, results)
     made = again(given, numbers)
@@ -182,7 +181,7 @@ for name in CHOSEN:
     assert replayed == named(handed, given, fresh) and len(replayed) == (1 if room == 100 else 2), (name, replayed)
     assert keys[0] == keys[1], name  # a token more is made again
     # what is not handed over as the number that the recorded call names
-    assert launching.record(call, given, {"capacity": 1})[1] is None
+    assert record(call, given, {"capacity": 1})[1] is None
     handed.clear()
 
 k, v = (torch.randn(2, 2, 1, 64) for _ in "kv")
@@ -196,7 +195,7 @@ for balance in (None, torch.ones(2, 2, 64)):
             *tensors, position=None, start=start, ring=False, k_balance=balance
         )
         if start == 7:
-            results, again = launching.record(call, given, numbers)
+            results, again = record(call, given, numbers)
             assert results is None and again is not None
             named(handed, given, ())
     made = again(given, numbers)

@@ -168,10 +168,9 @@ def test_calls_that_differ_in_anything_have_other_keys(monkeypatch):
 
 SCRIPT = """
 import torch
-from tests.support.recording_driver import install, named
+from tests.support.recording_driver import install, named, record
 
 handed = install(device=None, stream=7)
-from sage_kernels._triton import launch as launching
 from sage_kernels._triton.linear import launch
 
 launch.processors_of = lambda device: 132
@@ -187,7 +186,7 @@ def draw():
     return torch.randn(2, 9, 64).bfloat16(), *vectors, torch.randn(2, 9, 32).bfloat16()
 
 first, second = draw(), draw()
-result, again = launching.record(lambda: call(*first), first)
+result, again = record(lambda: call(*first), first)
 recorded = named(handed, first, result)
 assert again is not None and len(recorded) == 2, recorded
 made = again(second)

@@ -338,10 +338,9 @@ def test_calls_are_captured_in_a_cuda_graph(format):
 
 SCRIPT = """
 import torch
-from tests.support.recording_driver import install, named
+from tests.support.recording_driver import install, named, record
 
 handed = install(device=None, stream=7)
-from sage_kernels._triton import launch as launching
 from sage_kernels._triton.linear import launch
 from sage_kernels._triton.linear.tiles import LinearTile
 
@@ -374,7 +373,7 @@ KINDS = {
 }
 for name, (call, draw) in KINDS.items():
     first, second = draw(), draw()
-    results, again = launching.record(lambda: call(*first), first)
+    results, again = record(lambda: call(*first), first)
     assert again is not None, name
     recorded = named(handed, first, results)
     assert len(recorded) == 1, name
@@ -388,7 +387,7 @@ for name, (call, draw) in KINDS.items():
     shifted = torch.empty(second[0].numel() + 1, dtype=second[0].dtype)[1:].view(second[0].shape)
     assert again((shifted, *second[1:])) is None and not handed, name
     first = (first[0].transpose(0, 1).contiguous().transpose(0, 1), *first[1:])
-    assert launching.record(lambda: call(*first), first)[1] is None, name
+    assert record(lambda: call(*first), first)[1] is None, name
     handed.clear()
 print("all made again alike")
 """

@@ -335,10 +335,9 @@ def test_replayed_calls_and_captured_give_the_same_bits():
 
 SCRIPT = """
 import torch
-from tests.support.recording_driver import install, named
+from tests.support.recording_driver import install, named, record
 
 handed = install(device=None, stream=7)
-from sage_kernels._triton import launch as launching
 from sage_kernels._triton.linear import launch
 
 def call(x, codes, scale, bias):
@@ -349,7 +348,7 @@ def draw():
     return torch.randn(2, 9, 64).half(), codes.view(64, 64), torch.ones(64), torch.randn(64).half()
 
 first, second = draw(), draw()
-result, again = launching.record(lambda: call(*first), first)
+result, again = record(lambda: call(*first), first)
 assert again is not None
 recorded = named(handed, first, result)
 assert len(recorded) == 1

@@ -2,7 +2,7 @@
 
     compile_ahead(calls)       ──>  collect: run the calls, note launches instead of making them, a Job for each kernel
                                     _start: drop the Jobs of kernels compiled before, start threads for the rest
-    compiled_together(call)    ──>  the op runs; its first launch without a compiled kernel calls before_compile,
+    compiled_together(call)    ──>  the op runs in it; its first launch without a compiled kernel calls before_compile,
                                     which starts Jobs for all other kernels of the call
     launch (launcher.py)       ──>  before_compile: wait for the Job of its kernel, or run it at once if it waits
 
@@ -178,11 +178,12 @@ def compile_ahead(calls) -> Compiling:
     return _start(collect(calls))
 
 
+@contextlib.contextmanager
 def compiled_together(call):
-    """Make an op's call and return its result; kernels still to be compiled are compiled in parallel."""
+    """Compile in parallel what is still to be compiled for an op's call, which is made inside of this."""
     before, recording.call = getattr(recording, "call", None), call
     try:
-        return call()
+        yield
     finally:
         recording.call = before
 

@@ -1,11 +1,13 @@
 """Replay: run the launches of an earlier call again, with other tensors.
 
 The launches of an op's call follow from shapes, strides, dtypes and options. Between equal calls only addresses
-change. So the first call is recorded while it is made (`record`), and later ones only launch (`Replay`). The ops
+change. So the first call is recorded while it is made (`Recording`), and later ones only launch (`Replay`). The ops
 decide which calls are equal (sage_kernels/ops/replay.py).
 """
 
 import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
@@ -39,10 +41,10 @@ class _Described:
         return here
 
 
-class _RecordedLaunch:
+class _RecordedLaunch(NamedTuple):
     """One launch of a recorded call.
 
-    Args:
+    Attributes:
         start, programs: the kernel's launcher (compat.starter), and the size of its grid.
         values: its arguments; None where `places` or `described` has one.
         rest: its constants.
@@ -51,20 +53,13 @@ class _RecordedLaunch:
         named: pairs (argument, name of its number) of integers that may change.
     """
 
-    def __init__(self, start, programs: int, values: list, rest: tuple, places, described, named):
-        self.start, self.programs, self.values, self.rest = start, programs, values, rest
-        self.places, self.described, self.named = places, described, named
-
-    def __call__(self, stream: int, addresses: list[int], numbers) -> None:
-        """Launch through Triton's launcher. addresses: one for each slot."""
-        values = self.values.copy()
-        for i, name in self.named:
-            values[i] = numbers[name]
-        for i, slot in self.places:
-            values[i] = addresses[slot]
-        for i, descriptor, slot in self.described:
-            values[i] = descriptor.at(addresses[slot])
-        self.start(self.programs, stream, values, self.rest)
+    start: Callable
+    programs: int
+    values: list
+    rest: tuple
+    places: list
+    described: list
+    named: list
 
 
 _SCRATCH_ALIGNMENT = 256  # bytes; descriptors need 16, a cache line is 128
@@ -92,7 +87,7 @@ class Replay:
             slots: address of a tensor → its index: given tensors, then scratch, then returned ones.
             given: the call's input tensors.
             single: the call returns one tensor, not a tuple.
-            numbers: as in `record`.
+            numbers: as in `Recording.replay`.
         Raises: KeyError if a launch used a tensor without a slot, or its kernel is specialised on one of the numbers.
         """
         self.device = given[0].device
@@ -151,39 +146,51 @@ class Replay:
             else:
                 results.append(torch.empty_like(given[like]))
             addresses.append(results[-1].data_ptr())
-        for recorded in self.launches:
-            recorded(stream, addresses, numbers)
+        for start, programs, recorded, rest, places, described, named in self.launches:
+            values = recorded.copy()
+            for i, name in named:
+                values[i] = numbers[name]
+            for i, slot in places:
+                values[i] = addresses[slot]
+            for i, descriptor, slot in described:
+                values[i] = descriptor.at(addresses[slot])
+            start(programs, stream, values, rest)
         return results[0] if self.single else tuple(results)
 
 
-def record(call, given, numbers=None):
-    """Make a call and record its launches, so that it can be replayed with other tensors.
+class Recording:
+    """Notes the launches of a call made inside of it: `with Recording() as recorded: results = call()`."""
 
-    Args:
-        call: a function without arguments. It returns a tensor or a tuple of tensors from `buffer`, or None.
-        given: all other tensors that its launches read or write.
-        numbers: {name of a kernel's parameter: its value in this call}: integers that may differ in a replay. No
-            kernel may be specialised on them, and no grid or buffer may depend on them.
-    Returns: the call's result, and a Replay or None. None if a launch had to go through Triton (see `launch`), or used
-        a tensor that is neither given nor from `buffer`: then something besides launches was computed.
-    """
-    tape = recording.tape = Tape()
-    try:
-        results = call()
-    finally:
+    def __enter__(self):
+        self._tape = recording.tape = Tape()
+        return self
+
+    def __exit__(self, *exception) -> None:
         recording.tape = None
-    single = isinstance(results, torch.Tensor)
-    expected = [results] if single else list(results or ())
-    if not tape.complete or not tape.launches or len(tape.returned) != len(expected):
-        return results, None
-    if any(a is not b for a, b in zip(tape.returned, expected, strict=True)):
-        return results, None
-    tensors = [*given, *tape.scratch, *tape.returned]
-    # an empty tensor has address 0 and is used by no launch: it gets a negative key, unlike any address
-    slots = {x.data_ptr() or -1 - slot: slot for slot, x in enumerate(tensors)}
-    if len(slots) != len(tensors):  # two tensors share an address: a launch's use of it would be ambiguous
-        return results, None
-    try:
-        return results, Replay(tape, slots, given, single, numbers or {})
-    except KeyError:
-        return results, None
+
+    def replay(self, results, given, numbers=None) -> Replay | None:
+        """Return a Replay of the call, to run it with other tensors.
+
+        Args:
+            results: of the call: a tensor or a tuple of tensors from `buffer`, or None.
+            given: all other tensors that its launches read or write.
+            numbers: {name of a kernel's parameter: its value in this call}: integers that may differ in a replay. No
+                kernel may be specialised on them, and no grid or buffer may depend on them.
+        Returns: None if a launch had to go through Triton (see `launch`), or used a tensor that is neither given nor
+            from `buffer`: then something besides launches was computed.
+        """
+        tape, single = self._tape, isinstance(results, torch.Tensor)
+        expected = [results] if single else list(results or ())
+        if not tape.complete or not tape.launches or len(tape.returned) != len(expected):
+            return None
+        if any(a is not b for a, b in zip(tape.returned, expected, strict=True)):
+            return None
+        tensors = [*given, *tape.scratch, *tape.returned]
+        # an empty tensor has address 0 and is used by no launch: it gets a negative key, unlike any address
+        slots = {x.data_ptr() or -1 - slot: slot for slot, x in enumerate(tensors)}
+        if len(slots) != len(tensors):  # two tensors share an address: a launch's use of it would be ambiguous
+            return None
+        try:
+            return Replay(tape, slots, given, single, numbers or {})
+        except KeyError:
+            return None
