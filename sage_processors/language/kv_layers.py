@@ -315,7 +315,7 @@ class Int8Layer(CacheLayerMixin):
         """Return the number of tokens after which centre and balance are fixed; until then all are kept."""
         return min(FIRST_TOKENS, self.sliding_window) if self.is_sliding else FIRST_TOKENS
 
-    def _buffers(self) -> tuple[torch.Tensor, ...]:
+    def _buffers(self) -> Any:
         return tuple(getattr(self, name) for name in BUFFERS)
 
     def _first(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -358,7 +358,7 @@ class Int8Layer(CacheLayerMixin):
         return -tokens_to_remove
 
     def _stored(self, begin: int, owner) -> QuantizedKV:
-        buffers = [getattr(self, name)[:, :, begin : self.end] for name in BUFFERS]
+        buffers: Any = (x[:, :, begin : self.end] for x in self._buffers())
         parts = [*buffers, self.k_mean, self.k_balance, None, False, self.dtype, owner]
         return QuantizedKV(*parts)
 

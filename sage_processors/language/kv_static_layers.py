@@ -75,17 +75,25 @@ class Int8StaticLayer(Int8Layer):
         trial = self._trial()
         trial._prepare(key_states, value_states)
         number = key_states.shape[2]
-        if not torch.compiler.is_compiling():
+        if self.is_sliding or not torch.compiler.is_compiling():
             trial._check_room(number)
         first = self.is_empty
         again = trial._ready_vectors(key_states, value_states, first)
-        if self._is_trial and again is not None:  # a trial shares its buffers with another layer
+        chronological = None if first else trial._chronological(key_states, value_states, self, again)
+        # a trial shares its buffers with another layer, and a ring overwrites tokens in them
+        if self._is_trial and (self.is_sliding or again is not None):
             trial._map(torch.clone)
-        trial._write(key_states, value_states)  # into empty slots
+        trial._write(key_states, value_states)
         self._take(trial)
         self._settle(key_states, value_states, first, again)
         self._count(number)
-        return (key_states, value_states) if first else (self._stored(0, self),) * 2
+        if first:
+            return key_states, value_states
+        return (self._stored(0, self) if chronological is None else chronological,) * 2
+
+    def _chronological(self, key_states, value_states, owner, again) -> QuantizedKV | None:
+        """Return what the new tokens see, if storing them overwrites a part of it. Here nothing is overwritten."""
+        return None
 
     def _ready_vectors(self, key_states, value_states, first: bool):
         """Choose centre and balance, if they are not fixed yet.
@@ -236,9 +244,8 @@ class Int8StaticLayer(Int8Layer):
 
     def _stored(self, begin: int, owner) -> QuantizedKV:
         self._catch_up()
-        buffers = self._buffers()
         vectors = (self.k_mean, self.k_balance)
-        parts = [*buffers, *vectors, self.cumulative_length, False, self.dtype, owner]
+        parts = [*self._buffers(), *vectors, self.cumulative_length, self.is_sliding, self.dtype, owner]
         return QuantizedKV(*parts)
 
     def _take(self, trial) -> None:
@@ -295,33 +302,6 @@ class Int8StaticSlidingLayer(Int8StaticLayer):
             return self.ring, first
         return min(seen, self.ring - 1) + query_length, first
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
-        """Store new tokens, as `Int8StaticLayer.update`.
-
-        If the new tokens overwrite older ones that they still see, it returns a copy of the codes in chronological
-        order, taken before.
-        """
-        self._catch_up()
-        trial = self._trial()
-        trial._prepare(key_states, value_states)
-        number = key_states.shape[2]
-        trial._check_room(number)
-        first, chronological = self.is_empty, None
-        again = trial._ready_vectors(key_states, value_states, first)
-        if not first and not trial._fits(number):
-            chronological = trial._chronological(key_states, value_states, self, again)
-        if chronological is not None and number >= self.ring:  # no older token is left
-            trial._choose_vectors(key_states, value_states)
-        if self._is_trial:  # a trial shares its buffers with another layer, and the ring overwrites tokens in them
-            trial._map(torch.clone)
-        trial._write(key_states, value_states)
-        self._take(trial)
-        self._settle(key_states, value_states, first, again)
-        self._count(number)
-        if first:
-            return key_states, value_states
-        return (self._stored(0, self) if chronological is None else chronological,) * 2
-
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the newest -tokens_to_remove tokens.
 
@@ -346,16 +326,24 @@ class Int8StaticSlidingLayer(Int8StaticLayer):
         """True if `number` more tokens overwrite no token that one of them still sees."""
         return number == 1 or self._host_length + number <= self.ring
 
-    def _chronological(self, key_states, value_states, owner, again) -> QuantizedKV:
+    def _chronological(self, key_states, value_states, owner, again) -> QuantizedKV | None:
+        """Return a copy of the codes that the new tokens see, in order of age, if they overwrite any of them.
+
+        If no older token is left then, centre and balance are chosen again.
+        """
         kept, number = min(self._host_length, self.ring - 1), key_states.shape[2]
+        if self._fits(number):
+            return None
         slots = torch.arange(self._host_length - kept, self._host_length, device=self.device) % self.ring
         mean, balance = self.k_mean.clone(), self.k_balance.clone()
-        buffers = []
+        buffers: Any = []
         for old in again or self._buffers():
             new = torch.empty(*old.shape[:2], kept + number, *old.shape[3:], dtype=old.dtype, device=old.device)
             new[:, :, :kept] = old.index_select(2, slots)
             buffers.append(new)
         append_kv(key_states, value_states, mean, *buffers, position=kept, k_balance=balance)
+        if number >= self.ring:
+            self._choose_vectors(key_states, value_states)
         parts = [*buffers, mean, balance, None, False, self.dtype, owner]
         return QuantizedKV(*parts)
 
@@ -365,8 +353,3 @@ class Int8StaticSlidingLayer(Int8StaticLayer):
             key_states[:, :, skipped:], value_states[:, :, skipped:], self.k_mean, *self._buffers(),
             position=self.cumulative_length + skipped, ring=True, k_balance=self.k_balance,
         )  # fmt: skip
-
-    def _stored(self, begin: int, owner) -> QuantizedKV:
-        stored = super()._stored(begin, owner)
-        stored.ring = True
-        return stored

@@ -22,11 +22,11 @@ from sage_kernels.checks import DTYPES, MAX_HEAD_DIM
 from sage_kernels.compat import are_ordinary, function_modes, is_traced
 
 from ..patching.block_state import block_state, forget
+from ..patching.derived import Derived, derived, give_back_class, put_class
 from ..patching.other_globals import innermost, with_global
 from ..patching.patched import Owner, Watch
 from ..postponed.tensor import is_dual
 from ..torch_modes import is_autocast
-from .modules import put_class
 
 
 FUNCTION = "apply_rotary_pos_emb"
@@ -132,13 +132,8 @@ def in_one_pass(function: Callable[..., Any]) -> Callable[..., Any]:
     return apply_rotary_pos_emb
 
 
-class _Rotating:
+class _Rotating(Derived):
     """Mixin of the classes of attention modules that rotate queries and keys in one pass."""
-
-    _sage_base: type
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return _rebuild, (type(self)._sage_base,), self.__dict__
 
 
 def _read_by(function: Any) -> dict[str, Any]:
@@ -158,7 +153,7 @@ def _is_of_the_library(function: types.FunctionType, scope: dict[str, Any]) -> b
     return all(own is scope or str(own.get("__name__")).partition(".")[0] == "transformers" for own in homes)
 
 
-def rotating_class(base: Any) -> type | None:
+def rotating_class(base: Any) -> Any:
     """Return the subclass that rotates in one pass; None if the class does not call the usual function."""
     code_of = innermost(base.forward)
     code, scope = getattr(code_of, "__code__", None), getattr(code_of, "__globals__", {})
@@ -170,7 +165,7 @@ def rotating_class(base: Any) -> type | None:
 
 
 @functools.cache
-def _class_with(base: Any, known: Any, function: Any) -> type | None:
+def _class_with(base: Any, known: Any, function: Any) -> Any:
     own = with_global(known, FUNCTION, in_one_pass(function))
     if own is None:
         return None
@@ -183,13 +178,7 @@ def _class_with(base: Any, known: Any, function: Any) -> type | None:
         stock = self.training or torch.compiler.is_compiling() or watch.changed()
         return (base.forward if stock else own)(self, *args, **kwargs)
 
-    members = {"forward": forward, "_sage_base": base, "__doc__": base.__doc__, "__module__": __name__}
-    return type("Sage" + base.__name__, (_Rotating, base), members)
-
-
-def _rebuild(base: Any) -> Any:
-    """Make an empty module of that class, for copy and pickle."""
-    return object.__new__(rotating_class(base) or base)
+    return derived(_Rotating, base, forward, rotating_class)
 
 
 def is_rotating(module: Any) -> bool:
@@ -199,7 +188,7 @@ def is_rotating(module: Any) -> bool:
 
 def give_back_rotation(module: Any) -> None:
     """Give an attention module its own class back."""
-    put_class(module, type(module)._sage_base)
+    give_back_class(module)
     forget(module, "rotations")
 
 
@@ -216,8 +205,7 @@ class HeadRotations:
         in_8_bit: a layer of the model runs in 8 bit. If none does, the modules get their own classes back.
         """
         for module in model.modules():
-            own: Any = type(module)
-            cls = rotating_class(own) if in_8_bit and not isinstance(module, _Rotating) else None
+            cls = rotating_class(type(module)) if in_8_bit and not isinstance(module, _Rotating) else None
             if cls is not None:
                 put_class(module, cls)
                 block_state(module).rotations = self._owner

@@ -11,10 +11,11 @@ from typing import Any
 from torch import nn
 
 from ..patching.block_state import forget
+from ..patching.derived import give_back_class
 from ..patching.patched import is_left
 from ..postponed.block import is_enclosed
 from .head_rotation import give_back_rotation, is_rotating
-from .modules import is_swapped, put_class
+from .modules import is_swapped
 from .postponed.norm_layers import NormState
 from .weights.linear_state import LinearState
 
@@ -57,14 +58,14 @@ def _remove_hooks(module: nn.Module, attention: bool) -> None:
 
 def give_back_block(block: Any) -> None:
     """Give a block its own class back: nothing is postponed in it any more."""
-    put_class(block, type(block)._sage_base)
+    give_back_class(block)
     forget(block, "enclosure")
 
 
 def give_back_norm(norm: Any) -> None:
     """Give a norm its own class back: its results are no longer postponed."""
     if is_swapped(norm):
-        put_class(norm, type(norm)._sage_base)
+        give_back_class(norm)
     del norm._sage
 
 
@@ -73,5 +74,5 @@ def give_back_layer(layer: Any) -> None:
     state = layer._sage
     state.leave_storage()
     state.storage.clear()
-    put_class(layer, type(layer)._sage_base)
+    give_back_class(layer)
     del layer._sage

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +13,7 @@ from torch import nn
 from sage_kernels import QuantizedRows
 from sage_kernels.compat import is_differentiating_forward
 
+from ..patching.derived import Derived, derived
 from ..postponed.region import current, is_caller_known
 from ..postponed.tensor import CAN_WAIT, Postponed, is_dual, ordinary_in, version_of
 from .balance import vector_of
@@ -24,11 +25,6 @@ from .weights.few_rows import in_16_bit_rows, is_few, pays_eagerly
 from .weights.linear_state import AT_REST, CALLED, DTYPES, EVENTS, FEW_ROWS, SHORT, LinearState, is_timed
 from .weights.storage import CODES, SCALE, as_saved, in_place, is_captured
 
-
-if TYPE_CHECKING:
-    _Beside = nn.Module
-else:
-    _Beside = object
 
 _DEVICES = ("cpu", "cuda")
 _READY = (PostponedNorm, PostponedColumns)  # postponed results that quantise themselves
@@ -230,13 +226,12 @@ def _compiled(module, base, x):
     return y if bias is None else y + bias.to(dtype)
 
 
-class _SwappedLinear(_Beside):
+class _SwappedLinear(Derived):
     """Mixin of the classes of swapped linear layers.
 
     Its attributes beside weight and bias start with _sage.
     """
 
-    _sage_base: type
     _sage: LinearState
 
     @property
@@ -308,9 +303,6 @@ class _SwappedLinear(_Beside):
             rows = state.storage.plain_rows(state.index, copies=False)
             destination |= {f"{prefix}{name}": tensor for name, tensor in as_saved(rows, state.balance).items()}
 
-    def __reduce_ex__(self, protocol):
-        return _rebuild, ("linear", type(self)._sage_base), self.__dict__
-
 
 def _attribute(module, name):
     for place in (module.__dict__.get("_parameters", {}), module.__dict__, module.__dict__.get("_buffers", {})):
@@ -320,7 +312,7 @@ def _attribute(module, name):
 
 
 @functools.cache
-def linear_class(base: Any) -> type:
+def linear_class(base: Any) -> Any:
     """Return the 8-bit subclass of nn.Linear, or of a subclass of nn.Linear with the same forward."""
 
     def forward(self, input):
@@ -338,21 +330,15 @@ def linear_class(base: Any) -> type:
                 return F.linear(input, parameters["weight"], parameters["bias"])
         return _in_8_bit(self, base, input)
 
-    members = {"forward": forward, "_sage_base": base, "__doc__": base.__doc__, "__module__": __name__}
-    return type("Sage" + base.__name__, (_SwappedLinear, base), members)
+    return derived(_SwappedLinear, base, forward, linear_class)
 
 
-class _SwappedNorm(_Beside):
+class _SwappedNorm(Derived):
     """Mixin of the classes of norms that postpone results."""
-
-    _sage_base: type
-
-    def __reduce_ex__(self, protocol):
-        return _rebuild, ("norm", type(self)._sage_base), self.__dict__
 
 
 @functools.cache
-def norm_class(base: Any) -> type:
+def norm_class(base: Any) -> Any:
     """Return the subclass of a norm class that may postpone its result."""
 
     def forward(self, *args, **kwargs):
@@ -362,42 +348,9 @@ def norm_class(base: Any) -> type:
         waiting = None if not is_caller_known(1) else self._sage.postpone(self, x, base.forward)
         return base.forward(self, x) if waiting is None else waiting
 
-    members = {"forward": forward, "_sage_base": base, "__doc__": base.__doc__, "__module__": __name__}
-    return type("Sage" + base.__name__, (_SwappedNorm, base), members)
-
-
-def _rebuild(kind: str, base: type):
-    """Make an empty module of that class, for copy and pickle."""
-    return object.__new__((linear_class if kind == "linear" else norm_class)(base))
+    return derived(_SwappedNorm, base, forward, norm_class)
 
 
 def is_swapped(module) -> bool:
     """Return True for a linear layer or norm with a class of this file."""
     return isinstance(module, (_SwappedLinear, _SwappedNorm))
-
-
-def put_class(module, cls: Any) -> None:
-    """Give a module another class. Hooks of accelerate and diffusers that hold its forward follow.
-
-    A class that was derived from ours for one module, as by a parametrization, stays and gets another base.
-    """
-    now: Any = type(module)
-    old, new = now.forward, cls.forward
-    if is_swapped(module) and "_sage_base" not in now.__dict__:
-        now.__bases__ = (cls,)
-    else:
-        module.__class__ = cls
-    own = module.__dict__
-    for name in ("forward", "_old_forward"):
-        if name in own:
-            own[name] = _rebound(own[name], module, old, new)
-    hooks = own.get("_diffusers_hook")
-    for reference in getattr(hooks, "_fn_refs", ()):
-        for name in ("forward", "original_forward"):
-            setattr(reference, name, _rebound(getattr(reference, name), module, old, new))
-
-
-def _rebound(method, module, old, new):
-    if isinstance(method, types.MethodType) and method.__self__ is module and method.__func__ is old:
-        return types.MethodType(new, module)
-    return method

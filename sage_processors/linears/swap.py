@@ -12,6 +12,7 @@ from sage_kernels.facts.crossover import NEVER
 
 from ..option_groups import Linears
 from ..patching.block_state import has_place
+from ..patching.derived import derive_class
 from ..patching.on_import import when_imported
 from ..patching.patched import Owner, is_left
 from ..postponed.block import block_class, enclose, is_enclosed
@@ -20,7 +21,7 @@ from .balance import find_neighbours, share_known
 from .compiled.graph_fusion import fuse_in_compiled_code
 from .head_rotation import HeadRotations
 from .leftovers import give_back_block, give_back_layer, give_back_norm, take_out_leftovers
-from .modules import is_swapped, linear_class, norm_class, put_class
+from .modules import is_swapped, linear_class, norm_class
 from .postponed.norm_layers import NormState, norm_form, norm_width
 from .qkv import join_neighbours
 from .report import LinearReport, notes_of, rows_of
@@ -174,8 +175,7 @@ class LinearSwap:
         state = LinearState(choice.name, choice.format, self._on_unsupported, self._shared)
         state.storage = Storage([module])
         object.__setattr__(module, "_sage", state)
-        cls: Any = type(module)
-        put_class(module, linear_class(cls))
+        derive_class(module, linear_class)
         self._states[id(module)] = (module, state)
 
     def _leave(self, module: Any) -> None:
@@ -194,8 +194,7 @@ class LinearSwap:
             norm = NormState(self._label(name), *form)
             norm.owner = self._owner
             object.__setattr__(module, "_sage", norm)
-            cls: Any = type(module)
-            put_class(module, norm_class(cls))
+            derive_class(module, norm_class)
             self._norms[id(module)] = module
 
     def _enclose_blocks(self) -> None:
@@ -205,8 +204,7 @@ class LinearSwap:
             if is_enclosed(block) or not has_place(block) or not any(id(m) in self._states for m in block.modules()):
                 continue
             enclose(block, self._owner)
-            cls: Any = type(block)
-            put_class(block, block_class(cls))
+            derive_class(block, block_class)
             self._blocks[id(block)] = block
 
     @property

@@ -3,31 +3,23 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import nn
 
 from ..patching.block_state import block_state
+from ..patching.derived import Derived, derived
 from ..patching.patched import Owner
 from .enclosure import Enclosure
 from .region import current, opened
 from .tensor import ordinary
 
 
-if TYPE_CHECKING:
-    _Beside = nn.Module
-else:
-    _Beside = object
-
-
-class _EnclosedBlock(_Beside):
+class _EnclosedBlock(Derived):
     """Mixin of the class of an enclosed block.
 
     `__class__` is the block's own class, since libraries look blocks up by it.
     """
-
-    _sage_base: type
 
     @property
     def __class__(self):
@@ -37,17 +29,9 @@ class _EnclosedBlock(_Beside):
     def __class__(self, kind):
         object.__dict__["__class__"].__set__(self, kind)
 
-    def __reduce_ex__(self, protocol):
-        return _rebuild, (type(self)._sage_base,), self.__dict__
-
-
-def _rebuild(base: type) -> Any:
-    """Make an empty block of that class, for copy and pickle."""
-    return object.__new__(block_class(base))
-
 
 @functools.cache
-def block_class(base: Any) -> type:
+def block_class(base: Any) -> Any:
     """Return the subclass of a block's class whose forward may postpone results.
 
     Its forward calls the one of the base class, which is looked up at each call. It returns ordinary tensors.
@@ -64,8 +48,7 @@ def block_class(base: Any) -> type:
         with opened():
             return ordinary(own(*args, **kwargs))
 
-    members = {"forward": forward, "_sage_base": base, "__doc__": base.__doc__, "__module__": __name__}
-    made: Any = type("Sage" + base.__name__, (_EnclosedBlock, base), members)
+    made = derived(_EnclosedBlock, base, forward, block_class)
     return made
 
 

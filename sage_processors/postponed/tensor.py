@@ -167,6 +167,17 @@ class Postponed(torch.Tensor):
         return func(*ordinary_in(args), **ordinary_in(kwargs or {}))
 
 
+class Contiguous(Postponed):
+    """A postponed result that is known to be contiguous: that of a matmul, or of a norm of contiguous input."""
+
+    def contiguous(self, memory_format: torch.memory_format = torch.contiguous_format) -> torch.Tensor:
+        usual = memory_format in (torch.contiguous_format, torch.preserve_format)
+        return self if usual else self.tensor().contiguous(memory_format=memory_format)
+
+    def is_contiguous(self, memory_format: torch.memory_format = torch.contiguous_format) -> bool:
+        return memory_format is torch.contiguous_format or self.tensor().is_contiguous(memory_format=memory_format)
+
+
 def ordinary_in(value: Any) -> Any:
     """Return arguments of a call with ordinary tensors in place of postponed results.
 

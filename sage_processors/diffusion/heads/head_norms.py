@@ -8,8 +8,9 @@ from sage_kernels.checks import MAX_HEAD_DIM
 
 from ...linears.compiled.graph_fusion import fuse_in_compiled_code
 from ...linears.leftovers import give_back_norm
-from ...linears.modules import is_swapped, norm_class, put_class
+from ...linears.modules import is_swapped, norm_class
 from ...linears.postponed.norm_layers import NormState, norm_form
+from ...patching.derived import derive_class
 from ...patching.patched import Owner
 from ...postponed.tensor import Operand
 from .head_fusion import fuse_heads
@@ -73,8 +74,7 @@ class HeadNorms:
                     state = HeadNormState(label(f"{layer.name}.{name}"), *form)
                     state.owner = self._owner
                     object.__setattr__(module, "_sage", state)
-                    cls: Any = type(module)
-                    put_class(module, norm_class(cls))
+                    derive_class(module, norm_class)
                     self._swapped[id(module)] = module
 
     def remove(self) -> None:

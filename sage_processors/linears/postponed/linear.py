@@ -11,7 +11,7 @@ from sage_kernels import QuantizedRows
 
 from ...postponed import patterns
 from ...postponed.patterns import FLOATS, GATED, is_by_token
-from ...postponed.tensor import ChangedInputError, Operand, Postponed, can_wait, ordinary_in
+from ...postponed.tensor import ChangedInputError, Contiguous, Operand, Postponed, can_wait, ordinary_in
 from ..weights.few_rows import multiplied
 from ..weights.storage import Storage
 from .columns import cat
@@ -25,7 +25,7 @@ _STOCK = {
 }
 
 
-class PostponedLinear(Postponed):
+class PostponedLinear(Contiguous):
     """The postponed result gate · activation(x · weightᵀ + bias); gate and activation may be missing.
 
     Adding a residual of the same shape computes all of it in one kernel.
@@ -114,15 +114,6 @@ class PostponedLinear(Postponed):
 
     __rmul__ = __mul__
     __radd__ = __add__
-
-    # the result of a matmul is contiguous
-
-    def contiguous(self, memory_format=torch.contiguous_format):
-        usual = memory_format in (torch.contiguous_format, torch.preserve_format)
-        return self if usual else self.tensor().contiguous(memory_format=memory_format)
-
-    def is_contiguous(self, memory_format=torch.contiguous_format):
-        return memory_format is torch.contiguous_format or self.tensor().is_contiguous(memory_format=memory_format)
 
     @classmethod
     def _knows(cls, func):

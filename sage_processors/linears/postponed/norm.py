@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from sage_kernels import QuantizedRows, quantize_activation
 
 from ...postponed.patterns import FLOATS, is_by_token
-from ...postponed.tensor import ChangedInputError, Operand, Postponed, can_wait, ordinary_in
+from ...postponed.tensor import ChangedInputError, Contiguous, Operand, can_wait, ordinary_in
 from .activations import RowsOf
 
 
@@ -38,7 +38,7 @@ def _are_stale(*operands) -> bool:
     return any(x is not None and x.is_changed for x in operands)
 
 
-class PostponedNorm(Postponed):
+class PostponedNorm(Contiguous):
     """The postponed result (norm(x) · weight + bias) · gain + shift; gain and shift may be missing.
 
     Args:
@@ -164,12 +164,3 @@ class PostponedNorm(Postponed):
         if self._is_out or dtype not in FLOATS:
             return self.tensor().to(dtype)
         return self._next(lambda x: x.to(dtype), dtype)
-
-    # the input of a postponed norm is contiguous, so its result is too
-
-    def contiguous(self, memory_format=torch.contiguous_format):
-        usual = memory_format in (torch.contiguous_format, torch.preserve_format)
-        return self if usual else self.tensor().contiguous(memory_format=memory_format)
-
-    def is_contiguous(self, memory_format=torch.contiguous_format):
-        return memory_format is torch.contiguous_format or self.tensor().is_contiguous(memory_format=memory_format)
