@@ -173,5 +173,5 @@ def test_a_ring_takes_no_more_than_it_holds():
 def test_append_op_registration():
     arguments = cache_with()
     cache = [arguments[n] for n in ("k_codes", "k_scale", "v_codes", "v_scale")]
-    inputs = (arguments["k"], arguments["v"], arguments["k_mean"], *cache, torch.tensor(1), 0, False)
+    inputs = (arguments["k"], arguments["v"], arguments["k_mean"], *cache, torch.tensor(1), 0, False, None)
     torch.library.opcheck(torch.ops.sage_kernels.append_kv, inputs)

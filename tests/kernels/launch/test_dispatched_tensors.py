@@ -289,10 +289,10 @@ def test_E24_an_op_called_by_its_own_name_refuses_derivatives(qkv):
         "attention with LSE": lambda x: ops.attention_lse(x, k, v, *options)[0],
         "attention with a plan": lambda x: ops.attention_planned(x, k, v, *options, *state),
         "decode_attention": lambda x: ops.decode_attention(
-            x[:, :1], *cache, None, None, None, False, True, None, 0.0, 0.1
+            x[:, :1], *cache, None, None, None, False, True, None, 0.0, 0.1, None
         ),
         "append_kv": lambda x: ops.append_kv(
-            x.transpose(1, 2)[:, : k.shape[2], :1], v.transpose(1, 2)[:, :, :1], cache[4], *cache[:4], None, 0, False
+            x.transpose(1, 2)[:, : k.shape[2], :1], v.transpose(1, 2)[:, :, :1], cache[4], *cache[:4], None, 0, False, None
         ),
     }
     for name, call in calls.items():

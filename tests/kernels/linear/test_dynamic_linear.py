@@ -174,12 +174,10 @@ handed = install(device=None, stream=7)
 from sage_kernels._triton.linear import launch
 
 launch.processors_of = lambda device: 132
-NONE = dict.fromkeys(("weight", "bias", "shift", "balance", "beside"))
 
 def call(x, gain, weight, scale, residual):
-    rows = NONE | {"format": "int8", "norm": "rms", "eps": 1e-6, "gain": gain}
-    options = {"activation": "silu", "gate": None, "residual": residual, "dtype": torch.bfloat16}
-    return launch.launch_dynamic_linear(x, rows, weight, scale, None, **options)
+    rows = (x, "int8", "rms", None, None, 1e-6, gain, None, None, None)
+    return launch.launch_dynamic_linear(rows, (weight, scale, None, "silu", None, residual, torch.bfloat16))
 
 def draw():
     vectors = torch.randn(2, 1, 64).bfloat16(), torch.zeros(32, 64, dtype=torch.int8), torch.ones(32)
