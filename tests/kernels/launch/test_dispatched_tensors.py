@@ -292,7 +292,14 @@ def test_E24_an_op_called_by_its_own_name_refuses_derivatives(qkv):
             x[:, :1], *cache, None, None, None, False, True, None, 0.0, 0.1, None
         ),
         "append_kv": lambda x: ops.append_kv(
-            x.transpose(1, 2)[:, : k.shape[2], :1], v.transpose(1, 2)[:, :, :1], cache[4], *cache[:4], None, 0, False, None
+            x.transpose(1, 2)[:, : k.shape[2], :1],
+            v.transpose(1, 2)[:, :, :1],
+            cache[4],
+            *cache[:4],
+            None,
+            0,
+            False,
+            None,
         ),
     }
     for name, call in calls.items():
