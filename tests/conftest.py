@@ -54,6 +54,13 @@ def pytest_collection_finish():
     gc.set_threshold(100_000, 20, 50)
 
 
+def pytest_runtest_setup(item):
+    """Skip what is marked `gpu` or `two_gpus` where there are not so many."""
+    needed = 2 if item.get_closest_marker("two_gpus") else 1 if item.get_closest_marker("gpu") else 0
+    if needed > torch.cuda.device_count():
+        pytest.skip("needs two CUDA GPUs" if needed == 2 else "needs a CUDA GPU")
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
     """A worker of xdist whose CUDA context is lost ends here: xdist fails this test and replaces the worker. It would
@@ -93,26 +100,23 @@ def _poisoned_memory(monkeypatch):
 @pytest.fixture(params=["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
 def kernel_device(request):
     """Where the Triton kernels run: in the interpreter on the CPU, or on a GPU."""
-    on_gpu = torch.cuda.is_available()
-    if (request.param == "cuda") != on_gpu:
-        pytest.skip(
-            "needs a CUDA GPU" if request.param == "cuda" else "the interpreter was not chosen: there is a GPU"
-        )
-    if request.param == "interpreter":
-        pytest.importorskip("triton", reason="triton is not installed")
-    return torch.device("cuda" if on_gpu else "cpu")
+    _interpreted(request.param)
+    return torch.device("cuda" if request.param == "cuda" else "cpu")
 
 
 @pytest.fixture(params=["reference", "interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
 def tier(request):
     """The implementations of an op: the reference, the Triton kernels in the interpreter, and on a GPU."""
-    if request.param == "cuda" and not torch.cuda.is_available():
-        pytest.skip("needs a CUDA GPU")
-    if request.param == "interpreter":
+    _interpreted(request.param)
+    return request.param
+
+
+def _interpreted(tier: str) -> None:
+    """Skip a test of the interpreter where there is none, or where kernels are compiled."""
+    if tier == "interpreter":
         if torch.cuda.is_available():
             pytest.skip("the interpreter was not chosen: there is a GPU")
         pytest.importorskip("triton", reason="triton is not installed")
-    return request.param
 
 
 @pytest.fixture

@@ -102,8 +102,6 @@ def test_smoothing_does_not_change_the_result_of_biased_keys(kernel_device):
 @pytest.mark.parametrize("scaling", ["per_block", "per_token"])
 def test_error_budget_against_exact_attention(scaling, seq):
     """The bar: relative L1 <= 1.5 % on N(0, 1), over everything and in the worst head; the worst row stays near."""
-    if seq > 4096 and not torch.cuda.is_available():
-        pytest.skip("needs a CUDA GPU")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rows = min(seq, 256)  # rows are independent of each other: the last ones do for the long sequences
     q, k, v = make_qkv(
