@@ -29,13 +29,6 @@ PARAMETERS = {
 
 
 @pytest.fixture(scope="module")
-def bench(on_the_path):
-    import bench_end_to_end
-
-    return bench_end_to_end
-
-
-@pytest.fixture(scope="module")
 def cases(bench):
     from model_cases import CASES
 

@@ -145,7 +145,7 @@ def cache_with(**changes):
         ({"k": torch.zeros(1, HEADS, 4, 64)}, ValueError, "k: got shape"),
         ({"v": torch.zeros(BATCH, 1, 4, 64)}, ValueError, "v: got shape"),
         ({"k": torch.zeros(BATCH, HEADS, 4, 32)}, ValueError, "k: got shape"),
-        ({"k": torch.zeros(BATCH, HEADS, 4, 64, dtype=torch.int32)}, TypeError, "k: got dtype"),
+        ({"k": torch.zeros(BATCH, HEADS, 4, 64, dtype=torch.int32)}, TypeError, "k: got torch.int32"),
         ({"k": torch.zeros(BATCH, HEADS, 4, 64, requires_grad=True)}, NotImplementedError, "no_grad"),
         ({"k": torch.zeros(BATCH, HEADS, 4, 64, device="meta")}, ValueError, "device"),
         ({"k_mean": torch.zeros(BATCH, HEADS, 32)}, ValueError, "k_mean"),
