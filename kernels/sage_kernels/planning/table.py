@@ -91,11 +91,9 @@ def agreeing(plan, plan_scale, stats, is_channel, margin: float) -> torch.Tensor
 
 def widest(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     """Return the ranges that cover both statistics [R, 4, D]."""
-    fields = [
-        (torch.minimum if field == fields.STAT_K_MIN else torch.maximum)(old[:, field], new[:, field])
-        for field in range(fields.STAT_FIELDS)
-    ]
-    return torch.stack(fields, 1)
+    both = torch.maximum(old, new)
+    both[:, fields.STAT_K_MIN] = torch.minimum(old[:, fields.STAT_K_MIN], new[:, fields.STAT_K_MIN])
+    return both
 
 
 def _clamped(new: torch.Tensor, limit: torch.Tensor) -> torch.Tensor:

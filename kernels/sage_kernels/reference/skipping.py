@@ -79,9 +79,8 @@ def ref_list(shares: torch.Tensor, limit: float) -> tuple[torch.Tensor, torch.Te
     """Choose the key tiles to skip by the rows' shares [R, tiles]: bool [tiles], and the largest loss."""
     level = ref_levels(shares)
     of_level = torch.exp2(torch.arange(fields.LARGEST_LEVEL, -1, -1, device=level.device) / -fields.LEVELS)
-    lost = (level.bincount(minlength=fields.LARGEST_LEVEL + 1).flip(0) * of_level).cumsum(
-        0
-    )  # from the smallest shares on
+    number = level.bincount(minlength=fields.LARGEST_LEVEL + 1).flip(0)
+    lost = (number * of_level).cumsum(0)  # from the smallest shares on
     fitting = int((lost <= limit * fields.FILL).sum())  # number of levels whose tiles fit together
     bound = lost[fitting - 1] if fitting else lost.new_zeros(())
     return level > fields.LARGEST_LEVEL - fitting, bound
