@@ -243,4 +243,5 @@ def quantize_tensor_values(v, seen=None, counts=None) -> tuple[torch.Tensor, tor
 
     Arguments and results as of `quantize_centered_values`: the scale is the same in all channels, the centre 0 or NaN.
     """
-    return _int8_values(v, v * 0.0, seen, counts, (2, 3))[1:]
+    _, codes, scale, lost = _int8_values(v, v * 0.0, seen, counts, (2, 3))
+    return codes, scale, lost
