@@ -38,8 +38,9 @@ def pytest_collection_modifyitems(items):
     mark_repeats(items)
     long_files = set()
     for item in items:
-        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+        for mark, number, reason in (("gpu", 1, "needs a CUDA GPU"), ("two_gpus", 2, "needs two CUDA GPUs")):
+            if item.get_closest_marker(mark) and torch.cuda.device_count() < number:
+                item.add_marker(pytest.mark.skip(reason=reason))
         for mark in item.iter_markers("slow"):
             if not mark.args:
                 raise pytest.UsageError(f'{item.nodeid}: got pytest.mark.slow, expected a reason: slow("…")')
@@ -52,13 +53,6 @@ def pytest_collection_finish():
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000, 20, 50)
-
-
-def pytest_runtest_setup(item):
-    """Skip what is marked `gpu` or `two_gpus` where there are not so many."""
-    needed = 2 if item.get_closest_marker("two_gpus") else 1 if item.get_closest_marker("gpu") else 0
-    if needed > torch.cuda.device_count():
-        pytest.skip("needs two CUDA GPUs" if needed == 2 else "needs a CUDA GPU")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import subprocess
-import sys
 import textwrap
 
 import pytest
@@ -16,7 +14,6 @@ from sage_kernels import new_head_state, sage_attention
 from sage_kernels.facts.masking import NO_MASKING
 from sage_kernels.testing import exact_attention, relative_l1
 from tests.kernels.attention.attention_cases import key_padding, normal
-from tests.support.repository import ROOT
 
 
 BAR = 0.015  # relative L1 of the recipe on N(0, 1)
@@ -207,12 +204,10 @@ def test_E09_small_shared_memory_gets_smaller_tiles(monkeypatch):
 
 def in_a_fresh_process(code: str, tmp_path) -> str:
     """Output of `code` in a new interpreter, whose Triton cache is empty."""
-    program = f"import sys; sys.path[:0] = {[str(ROOT), str(ROOT / 'kernels')]!r}\n" + textwrap.dedent(code)
-    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path / "cache")}
-    environment.pop("TRITON_INTERPRET", None)
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=False
-    )
+    pytest.importorskip("triton", reason="triton is not installed")
+    from tests.support.recording_driver import run
+
+    done = run(textwrap.dedent(code), tmp_path)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -287,11 +282,9 @@ def test_T05_8_threads_with_a_cold_cache_give_the_same_bits(tmp_path):
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_T06_8_processes_with_a_cold_cache_and_fork_after_import(method, tmp_path):
     """Importing must touch no GPU: CUDA can't be used in a fork of a process that did."""
-    script = tmp_path / "work.py"
-    script.write_text(
-        f"import sys; sys.path[:0] = {[str(ROOT), str(ROOT / 'kernels')]!r}\n"
-        + textwrap.dedent(COLD)
-        + textwrap.dedent(f"""
+    code = (
+        COLD
+        + f"""
     import multiprocessing
 
     def work(_):
@@ -304,11 +297,9 @@ def test_T06_8_processes_with_a_cold_cache_and_fork_after_import(method, tmp_pat
         assert all(result == results[0] for result in results), results
         assert results[0] == work(0)
         print("same")
-    """)
+    """
     )
-    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path / "cache")}
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0 and done.stdout.strip() == "same", done.stderr
+    assert in_a_fresh_process(code, tmp_path) == "same"
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")

@@ -20,7 +20,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 NAN, INF = float("nan"), float("inf")
 BAR = 0.042  # relative L2 of the recipe on N(0, 1)
-ROUNDING = 2.0**-4  # largest relative error of one rounding to e4m3
 
 
 @pytest.fixture
