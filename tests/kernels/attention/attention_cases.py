@@ -95,6 +95,10 @@ class Attend:
         state.advance(1.0, 0.9)
         return state.head_state(0)
 
+    def scaled(self, scaling: str, q, k, v, **masking) -> dict:
+        """Options of a scaling; "planned": with a state whose plan comes from these inputs under this masking."""
+        return {"state": self.planned(q, k, v, **masking)} if scaling == "planned" else {"scaling": scaling}
+
 
 def runs_fp8(tier: str) -> bool:
     """Whether the recipe with P and V in FP8 runs on a tier."""
@@ -122,6 +126,27 @@ def running(attend, recipe: str):
 def normal(batch, seq_q, seq_kv, heads, kv_heads, head_dim, dtype=torch.float16, seed=0):
     """q, k, v of N(0, 1)."""
     return make_qkv("normal", batch, seq_q, seq_kv, heads, kv_heads, head_dim, dtype=dtype, seed=seed)
+
+
+LAYOUTS = ("contiguous", "BHSD", "last_stride", "sliced", "every_other_channel", "every_other_token", "offset")
+
+
+def in_layout(x, layout: str) -> torch.Tensor:
+    """The values of x [B, S, H, D], laid out otherwise; what lies between them is NaN."""
+    if layout == "BHSD":
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
+    if layout == "last_stride":
+        outer = 2 if x.shape[2] > 1 else 1
+        return x.transpose(outer, 3).contiguous().transpose(outer, 3)
+    if layout == "sliced":  # rows start at odd multiples of an element
+        return torch.nn.functional.pad(x, (2, 3, 1, 0), value=torch.nan)[..., 1:, 2 : 2 + x.shape[3]]
+    if layout == "every_other_channel":
+        return torch.stack([x, torch.full_like(x, torch.nan)], -1).flatten(-2)[..., ::2]
+    if layout == "every_other_token":
+        return torch.stack([torch.full_like(x, torch.nan), x], 2).flatten(1, 2)[:, 1::2]
+    if layout == "offset":  # no 16-byte alignment: neither the copy engine nor wide loads apply
+        return torch.cat([x.new_full((1,), torch.nan), x.flatten()])[1:].view(x.shape)
+    return x
 
 
 def stored_values(device, shape, hidden: bool, pv: str, offset: float, **options):
