@@ -38,8 +38,9 @@ def pytest_collection_modifyitems(items):
     mark_repeats(items)
     long_files = set()
     for item in items:
-        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+        for mark, number, reason in (("gpu", 1, "needs a CUDA GPU"), ("two_gpus", 2, "needs two CUDA GPUs")):
+            if item.get_closest_marker(mark) and torch.cuda.device_count() < number:
+                item.add_marker(pytest.mark.skip(reason=reason))
         for mark in item.iter_markers("slow"):
             if not mark.args:
                 raise pytest.UsageError(f'{item.nodeid}: got pytest.mark.slow, expected a reason: slow("…")')
@@ -93,26 +94,23 @@ def _poisoned_memory(monkeypatch):
 @pytest.fixture(params=["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
 def kernel_device(request):
     """Where the Triton kernels run: in the interpreter on the CPU, or on a GPU."""
-    on_gpu = torch.cuda.is_available()
-    if (request.param == "cuda") != on_gpu:
-        pytest.skip(
-            "needs a CUDA GPU" if request.param == "cuda" else "the interpreter was not chosen: there is a GPU"
-        )
-    if request.param == "interpreter":
-        pytest.importorskip("triton", reason="triton is not installed")
-    return torch.device("cuda" if on_gpu else "cpu")
+    _interpreted(request.param)
+    return torch.device("cuda" if request.param == "cuda" else "cpu")
 
 
 @pytest.fixture(params=["reference", "interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
 def tier(request):
     """The implementations of an op: the reference, the Triton kernels in the interpreter, and on a GPU."""
-    if request.param == "cuda" and not torch.cuda.is_available():
-        pytest.skip("needs a CUDA GPU")
-    if request.param == "interpreter":
+    _interpreted(request.param)
+    return request.param
+
+
+def _interpreted(tier: str) -> None:
+    """Skip a test of the interpreter where there is none, or where kernels are compiled."""
+    if tier == "interpreter":
         if torch.cuda.is_available():
             pytest.skip("the interpreter was not chosen: there is a GPU")
         pytest.importorskip("triton", reason="triton is not installed")
-    return request.param
 
 
 @pytest.fixture

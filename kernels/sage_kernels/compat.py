@@ -42,9 +42,10 @@ NAMES = (
 
 
 def find(name: str):
-    """Look up "torch.…" in this PyTorch; None if there is no such name."""
-    found, path = torch, "torch"
-    for part in name.split(".")[1:]:
+    """Look up "torch.…" or "triton.…"; None if this version has no such name."""
+    path, *parts = name.split(".")
+    found = importlib.import_module(path)
+    for part in parts:
         path = f"{path}.{part}"
         try:
             found = getattr(found, part) if hasattr(found, part) else importlib.import_module(path)

@@ -38,6 +38,8 @@ def make_qkv(family, batch, seq_q, seq_kv, heads, kv_heads, head_dim, *, dtype=t
     has biases of N(0, 2²), and of ±20 in four other channels, and q has biases of N(0, 1).
     """
     generator = torch.Generator("cpu").manual_seed(seed)
+    # of biases, which belong to the model and not to the draw: the same for every seed
+    fixed = torch.Generator("cpu").manual_seed(0)
 
     def normal(*shape):
         return torch.randn(*shape, generator=generator, dtype=torch.float32, device="cpu")
@@ -46,16 +48,7 @@ def make_qkv(family, batch, seq_q, seq_kv, heads, kv_heads, head_dim, *, dtype=t
     k = normal(batch, seq_kv, kv_heads, head_dim)
     v = normal(batch, seq_kv, kv_heads, head_dim)
     if family == "biased_keys":
-        # the bias belongs to the model, not to the draw: the same for every seed
-        k += 3 * torch.randn(
-            1,
-            1,
-            kv_heads,
-            head_dim,
-            generator=torch.Generator("cpu").manual_seed(0),
-            dtype=torch.float32,
-            device="cpu",
-        )
+        k += 3 * torch.randn(1, 1, kv_heads, head_dim, generator=fixed, dtype=torch.float32, device="cpu")
     elif family == "outlier_channels":
         q[..., :2] *= 64
         k[..., :2] /= 64
@@ -64,7 +57,6 @@ def make_qkv(family, batch, seq_q, seq_kv, heads, kv_heads, head_dim, *, dtype=t
     elif family == "varying_outliers":
         k[..., [head_dim // 3, head_dim // 2]] *= 20
     elif family == "biased_varying_outliers":
-        fixed = torch.Generator("cpu").manual_seed(0)
         k[..., : head_dim // 2 : head_dim // 8] *= 8
         bias = 2 * torch.randn(1, 1, kv_heads, head_dim, generator=fixed, dtype=torch.float32, device="cpu")
         bias[..., head_dim // 2 :: head_dim // 8] = 20 * bias[..., head_dim // 2 :: head_dim // 8].sign()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 
 import pytest
@@ -15,3 +16,9 @@ def on_the_path():
     sys.path.insert(0, folder)
     yield
     sys.path.remove(folder)
+
+
+@pytest.fixture(scope="module")
+def bench(request, on_the_path):
+    """The module that the test file is named after: bench_skip for test_bench_skip.py."""
+    return importlib.import_module(request.module.__name__.rpartition(".")[2].removeprefix("test_"))

@@ -14,13 +14,6 @@ pytest.importorskip("diffusers")
 BENCHMARKS = ROOT / "kernels" / "benchmarks"
 
 
-@pytest.fixture(scope="module")
-def bench(on_the_path):
-    import bench_cold_start
-
-    return bench_cold_start
-
-
 def test_cases_say_how_many_blocks_they_have(bench):
     names = [bench.chosen_case("flux_2048", layers, tiny=False).name for layers in (1, 3, 99)]
     assert names == ["flux_2048/2_blocks", "flux_2048/6_blocks", "flux_2048"]

@@ -29,13 +29,6 @@ PARAMETERS = {
 
 
 @pytest.fixture(scope="module")
-def bench(on_the_path):
-    import bench_end_to_end
-
-    return bench_end_to_end
-
-
-@pytest.fixture(scope="module")
 def cases(bench):
     from model_cases import CASES
 
@@ -54,6 +47,47 @@ def small(bench, cases):
         return bench.Bench(case, model, CPU, torch.bfloat16, **options)
 
     return make
+
+
+TINY = ["--tiny", "--device", "cpu"]
+
+
+@pytest.fixture
+def rows_of(bench, tmp_path):
+    """rows_of(*options): the rows that a run of tiny cases writes."""
+
+    def run(*options):
+        path = tmp_path / "rows.csv"
+        assert bench.main([*TINY, *options, "--csv", str(path)]) == 0
+        return read_rows(path)
+
+    return run
+
+
+@pytest.fixture
+def numbered(monkeypatch):
+    """numbered(one): the list that grows by the times of each of its measurements, which are other numbers each time;
+    the output of measurement `fails_at` is wrong."""
+
+    def make(one, fails_at=None):
+        times, measure = [], one.measure
+
+        def watched(*arguments):
+            result = measure(*arguments)
+            if len(times) == fails_at:
+                result = result._replace(output=torch.zeros_like(result.output))
+            times.append([100.0 * len(times) + i for i in range(2)])
+            return result._replace(times=times[-1])
+
+        monkeypatch.setattr(one, "measure", watched)
+        return times
+
+    return make
+
+
+def medians(rows):
+    """Of the times, by provider."""
+    return {row["provider"]: float(row["median"]) for row in rows if row["metric"] == "time"}
 
 
 @pytest.mark.slow("a process that makes them all")
@@ -100,10 +134,8 @@ def test_sizes_are_those_of_the_names(cases):
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
-def test_rows_of_a_case(name, bench, tmp_path, capsys):
-    path = tmp_path / "rows.csv"
-    assert bench.main(["--tiny", "--device", "cpu", "--case", name, "--csv", str(path)]) == 0
-    rows = read_rows(path)
+def test_rows_of_a_case(name, bench, rows_of, capsys):
+    rows = rows_of("--case", name)
     assert {row["suite"] for row in rows} == {"end_to_end"} and {row["case"] for row in rows} == {f"{name}/tiny"}
     stock = ["torch_sdpa_cudnn"] + ["torch_sdpa_flash"] * name.startswith("llama")
     times = [row for row in rows if row["metric"] == "time"]
@@ -145,11 +177,10 @@ def test_k_and_v_are_made_for_a_removed_attention_too(bench):
     assert products == [3]
 
 
-def test_compiled_blocks_are_timed_and_forgotten(bench, tmp_path, monkeypatch):
+def test_compiled_blocks_are_timed_and_forgotten(bench, rows_of, monkeypatch):
     """Language models are left out; what was compiled for one provider is not the next one's."""
     monkeypatch.setattr(bench, "COMPILER", "aot_eager")  # no C++ compiler needed
-    path, calls = tmp_path / "rows.csv", []
-    compile_blocks = bench.compiled_blocks
+    calls, compile_blocks = [], bench.compiled_blocks
 
     def watched(model, **options):
         assert not any(module._compiled_call_impl for module in model.modules())
@@ -157,30 +188,26 @@ def test_compiled_blocks_are_timed_and_forgotten(bench, tmp_path, monkeypatch):
         return compile_blocks(model, **options)
 
     monkeypatch.setattr(bench, "compiled_blocks", watched)
-    cases = ["--case", "wan21_1_3b_480p81", "--case", "llama8b_prefill_512"]
-    assert bench.main(["--tiny", "--device", "cpu", *cases, "--called", "compiled", "--csv", str(path)]) == 0
-    rows = read_rows(path)
+    rows = rows_of("--case", "wan21_1_3b_480p81", "--case", "llama8b_prefill_512", "--called", "compiled")
     assert {row["case"] for row in rows} == {"wan21_1_3b_480p81/compiled/tiny"} and len(calls) == 3
     assert not any(module._compiled_call_impl for module in calls[-1].modules())
     [error] = [row for row in rows if row["metric"] == "rel_l1"]
     assert 0 < float(error["median"]) <= bench.MAX_ERROR
     for called in ("cuda_graph", "captured", "compiled_graphs"):
         with pytest.raises(SystemExit):
-            bench.main(["--tiny", "--device", "cpu", "--called", called])
+            bench.main([*TINY, "--called", called])
 
 
-def test_short_linear_calls_run_in_8_bit_where_they_are_asked_to(bench, tmp_path):
+def test_short_linear_calls_run_in_8_bit_where_they_are_asked_to(bench, rows_of):
     """Rows of such runs are named so."""
-    path = tmp_path / "rows.csv"
-    case = ["--tiny", "--device", "cpu", "--case", "flux_1024", "--csv", str(path)]
+    case = ["--case", "flux_1024", "--min-features", "0"]
     with pytest.raises(SystemExit):
-        bench.main([*case, "--min-features", "0"])
-    assert bench.main([*case, "--linears", "int8", "--min-features", "0"]) == 0
-    calls = [row for row in read_rows(path) if row["metric"] == "int8_calls"]
+        bench.main([*TINY, *case])
+    calls = [row for row in rows_of(*case, "--linears", "int8") if row["metric"] == "int8_calls"]
     assert [row["case"] for row in calls] == ["flux_1024/tiny/min_features0"] and int(calls[0]["median"]) > 20
 
 
-def test_forwards_that_are_timed_together(bench, small, tmp_path, monkeypatch):
+def test_forwards_that_are_timed_together(bench, small, rows_of, monkeypatch):
     """The GPU is waited for once, the steps go on, and the time is that of one forward."""
     one, events = small("flux_1024", reps=2, together=3), []
     step_of, forward = one.inputs, one._forward
@@ -190,59 +217,37 @@ def test_forwards_that_are_timed_together(bench, small, tmp_path, monkeypatch):
     monkeypatch.setattr(one.host, "timed", lambda run: (30.0, True, run()))
     measured = one.measure(1)
     assert events == [4, "wait", "wait", 5, 6, 7, "wait", "wait", 8, 9, 10, "wait"] and measured.times == [10.0, 10.0]
-    path, case = tmp_path / "rows.csv", ["--tiny", "--device", "cpu", "--case", "flux_1024", "--csv"]
-    assert bench.main([*case, str(path), "--together", "2"]) == 0
-    assert {row["case"] for row in read_rows(path)} == {"flux_1024/together2/tiny"}
+    rows = rows_of("--case", "flux_1024", "--together", "2")
+    assert {row["case"] for row in rows} == {"flux_1024/together2/tiny"}
     with pytest.raises(SystemExit):
-        bench.main([*case, str(path), "--together", "0"])
+        bench.main([*TINY, "--together", "0"])
 
 
-def test_cudnn_has_a_turn_before_the_others_and_one_after(bench, small, tmp_path, monkeypatch):
+def test_cudnn_has_a_turn_before_the_others_and_one_after(bench, small, tmp_path, numbered):
     """A GPU that has been busy is a slower one. Both turns are one row, and the others are compared with both."""
-    one, path, measured = small("flux_1024", reps=2), tmp_path / "rows.csv", []
-    measure = one.measure
-
-    def slower_each_time(*arguments):
-        result = measure(*arguments)
-        measured.append([100.0 * len(measured) + i for i in range(2)])
-        return result._replace(times=measured[-1])
-
-    monkeypatch.setattr(one, "measure", slower_each_time)
+    one, path = small("flux_1024", reps=2), tmp_path / "rows.csv"
+    measured = numbered(one)
     with torch.no_grad():
         assert bench.run_case(one, path) == []
-    times = {row["provider"]: float(row["median"]) for row in read_rows(path) if row["metric"] == "time"}
+    rows = read_rows(path)
     cudnn, removed, ours, cudnn_again = measured
-    assert times == {
-        "torch_sdpa_cudnn": statistics.median(cudnn + cudnn_again), "attention_removed": statistics.median(removed),
-        "sage_kernels": statistics.median(ours),
-    }  # fmt: skip
-    [ratio] = [
-        row["ratio_vs_cudnn"]
-        for row in read_rows(path)
-        if row["metric"] == "time" and row["provider"] == "sage_kernels"
-    ]
+    wanted = {"torch_sdpa_cudnn": cudnn + cudnn_again, "attention_removed": removed, "sage_kernels": ours}
+    times = medians(rows)
+    assert times == {provider: statistics.median(its) for provider, its in wanted.items()}
+    [ratio] = [row["ratio_vs_cudnn"] for row in rows if (row["metric"], row["provider"]) == ("time", "sage_kernels")]
     assert float(ratio) == pytest.approx(times["torch_sdpa_cudnn"] / times["sage_kernels"], abs=1e-3)
 
 
 @pytest.mark.parametrize("fails_at", [None, 5])
-def test_rounds_are_one_row_and_none_where_one_of_them_fails(fails_at, bench, small, tmp_path, monkeypatch):
-    one, path, measured = small("flux_1024", reps=2), tmp_path / "rows.csv", []
-    one.rounds, measure = 2, one.measure
-
-    def watched(*arguments):
-        result = measure(*arguments)
-        measured.append([100.0 * len(measured) + i for i in range(2)])
-        wrong = len(measured) - 1 == fails_at
-        return result._replace(times=measured[-1], output=torch.zeros_like(result.output) if wrong else result.output)
-
-    monkeypatch.setattr(one, "measure", watched)
+def test_rounds_are_one_row_and_none_where_one_of_them_fails(fails_at, bench, small, tmp_path, numbered):
+    one, path = small("flux_1024", reps=2), tmp_path / "rows.csv"
+    one.rounds, measured = 2, numbered(one, fails_at)
     with torch.no_grad():
         assert len(bench.run_case(one, path)) == (fails_at is not None)
-    times = {row["provider"]: float(row["median"]) for row in read_rows(path) if row["metric"] == "time"}
     wanted = {"torch_sdpa_cudnn": 300.5, "attention_removed": 250.5, "sage_kernels": 350.5}
     if fails_at is not None:  # in its second turn
         del wanted["sage_kernels"]
-    assert len(measured) == 7 and times == wanted
+    assert len(measured) == 7 and medians(read_rows(path)) == wanted
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
@@ -316,7 +321,7 @@ def test_wrong_outputs_are_gated(small, bench):
 def test_names_say_what_differs_and_tiny_rows_need_a_file(bench, tmp_path, monkeypatch):
     results = tmp_path / "results.csv"
     monkeypatch.setattr(bench, "RESULTS", results)
-    tiny = ["--tiny", "--device", "cpu", "--case", "llama8b_prefill_512", "--layers", "1"]
+    tiny = [*TINY, "--case", "llama8b_prefill_512", "--layers", "1"]
     assert bench.main(tiny) == 0 and not results.exists()
     assert bench.main([*tiny, "--min-tokens", "0", "--csv", str(results)]) == 0
     assert {row["case"] for row in read_rows(results)} == {"llama8b_prefill_512/layers1/tiny/min_tokens0"}
@@ -352,14 +357,11 @@ def small_tiles(monkeypatch):
     "called", ["eager", pytest.param("compiled", marks=pytest.mark.slow("compiled blocks of dense models are quick"))]
 )
 @pytest.mark.parametrize("recipe", [sage_kernels.DEFAULT_RECIPE, "qk_int8_pv_fp8"])
-def test_rows_of_a_model_that_leaves_out_tiles(called, recipe, bench, tmp_path, monkeypatch, capsys):
+def test_rows_of_a_model_that_leaves_out_tiles(called, recipe, bench, rows_of, monkeypatch, capsys):
     """Its output is that of exact attention to the same tiles; the name and the metric say so."""
     monkeypatch.setattr(bench, "COMPILER", "aot_eager")
-    path = tmp_path / "rows.csv"
-    options = ["--tiny", "--device", "cpu", "--case", "wan21_1_3b_480p81", "--case", "llama8b_prefill_512"]
-    options += ["--skip", "50", "--recipe", recipe, "--called", called, "--csv", str(path)]
-    assert bench.main(options) == 0
-    rows = read_rows(path)
+    cases = ("--case", "wan21_1_3b_480p81", "--case", "llama8b_prefill_512")
+    rows = rows_of(*cases, "--skip", "50", "--recipe", recipe, "--called", called)
     name = "wan21_1_3b_480p81/compiled/skip50/tiny" if called == "compiled" else "wan21_1_3b_480p81/skip50/tiny"
     assert {row["case"] for row in rows} == {name}
     [error] = [row for row in rows if row["metric"].startswith("rel_l1")]
@@ -385,4 +387,4 @@ def test_a_model_that_leaves_out_tiles_is_not_gated_by_what_it_does_not_do(small
         [failure] = bench.run_case(listed, tmp_path / "rows.csv")
     assert "0 layers left out tiles" in failure
     with pytest.raises(SystemExit):
-        bench.main(["--skip", "100", "--device", "cpu", "--tiny"])
+        bench.main([*TINY, "--skip", "100"])

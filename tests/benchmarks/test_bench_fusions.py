@@ -13,13 +13,6 @@ pytest.importorskip("diffusers")
 ARGUMENTS = ["--tiny", "--device", "cpu", "--rounds", "1", "--reps", "1"]
 
 
-@pytest.fixture(scope="module")
-def bench(on_the_path):
-    import bench_fusions
-
-    return bench_fusions
-
-
 def ops_of(bench, called: str, name: str) -> set[str]:
     """Our operators that a forward of this variant alone makes."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:

@@ -9,12 +9,7 @@ from sage_kernels import qk_norm_rope
 from sage_kernels.testing import relative_l2
 
 
-@pytest.fixture
-def bench(on_the_path):
-    pytest.importorskip("triton")
-    import bench_heads
-
-    return bench_heads
+pytest.importorskip("triton")
 
 
 def test_heads_of_both_sides_are_the_same(bench):

@@ -17,13 +17,6 @@ pytest.importorskip("transformers")
 pytest.importorskip("triton", reason="triton is not installed")
 
 
-@pytest.fixture(scope="module")
-def bench(on_the_path):
-    import bench_launch_layers
-
-    return bench_launch_layers
-
-
 def test_rows_of_all_variants(bench, tmp_path):
     names = ["llama8b_decode_b1_4k", "flux_1024"]
     arguments = ["--tiny", "--device", "cpu", "--rounds", "1", "--out", str(tmp_path / "rows.csv")]

@@ -10,13 +10,6 @@ import pytest
 pytest.importorskip("triton", reason="triton is not installed")
 
 
-@pytest.fixture(scope="module")
-def bench(on_the_path):
-    import bench_memory
-
-    return bench_memory
-
-
 @pytest.mark.parametrize("linears", ["int8", "fp8"])
 def test_weights_that_were_dropped_are_gone(bench, linears, tmp_path):
     out = tmp_path / "rows.csv"

@@ -15,13 +15,6 @@ NAMES = (
 )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def bench(on_the_path):
-    import bench_models
-
-    return bench_models
-
-
 def test_the_suite_has_these_models(bench):
     assert tuple(bench.SUITE) == NAMES
 

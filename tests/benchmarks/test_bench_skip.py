@@ -9,12 +9,7 @@ from sage_kernels.facts.skipping import unpack
 from sage_kernels.testing import relative_l2
 
 
-@pytest.fixture
-def bench(on_the_path):
-    pytest.importorskip("triton")
-    import bench_skip
-
-    return bench_skip
+pytest.importorskip("triton")
 
 
 RECIPES = ("qk_int8_pv_bf16", "qk_int8_pv_fp8")

@@ -12,13 +12,6 @@ from torch.nn import functional as F
 from sage_kernels.testing import relative_l2
 
 
-@pytest.fixture(scope="module")
-def feed_forward(on_the_path):
-    import feed_forward
-
-    return feed_forward
-
-
 def of_16_bit(
     x, weight, scale, bias, *, out_dtype, convrot=False, input_act="none", residual=None, residual_scale=None
 ):
@@ -44,11 +37,11 @@ def stand_in(monkeypatch):
     monkeypatch.setitem(sys.modules, "comfy_kitchen.tensor", tensor)
 
 
-def test_all_compute_the_same(feed_forward, stand_in):
+def test_all_compute_the_same(bench, stand_in):
     torch.manual_seed(0)
-    x, layers = feed_forward.make(48, 192, 768, "cpu", torch.float32)
-    exact, errors = feed_forward.exact(x, layers), {}
-    for provider, recipe, allowed, function in feed_forward.providers(layers):
+    x, layers = bench.make(48, 192, 768, "cpu", torch.float32)
+    exact, errors = bench.exact(x, layers), {}
+    for provider, recipe, allowed, function in bench.providers(layers):
         out = function(x)
         errors[provider, recipe] = relative_l2(out, exact)
         assert out.shape == x.shape and errors[provider, recipe] < allowed
@@ -58,7 +51,7 @@ def test_all_compute_the_same(feed_forward, stand_in):
     assert relative_l2(layers.residual, exact) > 0.3  # else its error would hide that of the layers
 
 
-def test_who_is_not_installed_is_left_out(feed_forward, monkeypatch):
+def test_who_is_not_installed_is_left_out(bench, monkeypatch):
     monkeypatch.setitem(sys.modules, "comfy_kitchen", None)
-    _, layers = feed_forward.make(4, 32, 64, "cpu")
-    assert [provider for provider, *_ in feed_forward.providers(layers)] == ["torch_bf16"] + 2 * ["sage_kernels"]
+    _, layers = bench.make(4, 32, 64, "cpu")
+    assert [provider for provider, *_ in bench.providers(layers)] == ["torch_bf16"] + 2 * ["sage_kernels"]

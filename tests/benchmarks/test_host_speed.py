@@ -2,17 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
-
-
-@pytest.fixture
-def host_speed(on_the_path):
-    import host_speed
-
-    yield host_speed
-    sys.modules.pop("host_speed")
 
 
 class Clock:
@@ -28,15 +18,15 @@ class Clock:
         return self.now
 
 
-def test_a_loop_that_takes_longer_than_ever_says_that_the_host_is_slow(host_speed, monkeypatch):
-    monkeypatch.setattr(host_speed, "time", Clock([2.0, 2.2, 4.0, 2.4, 1.0, 2.0, 1.2]))
-    host = host_speed.HostSpeed()
+def test_a_loop_that_takes_longer_than_ever_says_that_the_host_is_slow(bench, monkeypatch):
+    monkeypatch.setattr(bench, "time", Clock([2.0, 2.2, 4.0, 2.4, 1.0, 2.0, 1.2]))
+    host = bench.HostSpeed()
     assert [host.is_full() for _ in range(7)] == [True, True, False, True, True, False, True]
 
 
-def test_where_it_does_not_matter_the_host_is_fast(host_speed, monkeypatch):
-    monkeypatch.setattr(host_speed, "time", None)
-    assert host_speed.HostSpeed(matters=False).is_full()
+def test_where_it_does_not_matter_the_host_is_fast(bench, monkeypatch):
+    monkeypatch.setattr(bench, "time", None)
+    assert bench.HostSpeed(matters=False).is_full()
 
 
 @pytest.mark.parametrize(
@@ -48,8 +38,8 @@ def test_where_it_does_not_matter_the_host_is_fast(host_speed, monkeypatch):
         ([False] * 6, 6),
     ],
 )
-def test_what_met_a_slow_host_runs_again_a_few_times_at_most(host_speed, monkeypatch, full, runs):
-    host, answers, made = host_speed.HostSpeed(), iter(full), []
+def test_what_met_a_slow_host_runs_again_a_few_times_at_most(bench, monkeypatch, full, runs):
+    host, answers, made = bench.HostSpeed(), iter(full), []
     monkeypatch.setattr(host, "is_full", lambda: next(answers))
 
     def run():
@@ -57,24 +47,24 @@ def test_what_met_a_slow_host_runs_again_a_few_times_at_most(host_speed, monkeyp
         return len(made)
 
     pauses = []
-    monkeypatch.setattr(host_speed.time, "sleep", pauses.append)
+    monkeypatch.setattr(bench.time, "sleep", pauses.append)
     took, is_clean, result = host.timed(run)
     assert len(made) == result == runs and 0 <= took < 1000 and next(answers, None) is None
-    assert is_clean == full[-1] and pauses == [host_speed.PAUSE_S] * (runs - is_clean)
+    assert is_clean == full[-1] and pauses == [bench.PAUSE_S] * (runs - is_clean)
 
 
-def test_pauses_end_where_the_host_stays_slow(host_speed, monkeypatch):
-    host, pauses = host_speed.HostSpeed(), []
+def test_pauses_end_where_the_host_stays_slow(bench, monkeypatch):
+    host, pauses = bench.HostSpeed(), []
     monkeypatch.setattr(host, "is_full", lambda: False)
-    monkeypatch.setattr(host_speed.time, "sleep", pauses.append)
+    monkeypatch.setattr(bench.time, "sleep", pauses.append)
     for _ in range(50):
         host.timed(lambda: None)
-    assert sum(pauses) == host_speed.PATIENCE_S
+    assert sum(pauses) == bench.PATIENCE_S
 
 
-def test_what_takes_a_second_is_not_repeated(host_speed, monkeypatch):
-    monkeypatch.setattr(host_speed, "LONG_MS", 0.0)
-    host, made = host_speed.HostSpeed(), []
+def test_what_takes_a_second_is_not_repeated(bench, monkeypatch):
+    monkeypatch.setattr(bench, "LONG_MS", 0.0)
+    host, made = bench.HostSpeed(), []
     monkeypatch.setattr(host, "is_full", lambda: False)
     _, is_clean, _ = host.timed(lambda: made.append(1))
     assert made == [1] and is_clean

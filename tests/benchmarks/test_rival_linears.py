@@ -18,17 +18,15 @@ TINY = ["--tiny", "--device", "cpu", "--case", "flux_1024", "--min-features", "0
 
 
 @pytest.fixture(scope="module")
-def bench(on_the_path):
+def rivals(bench):
+    return bench
+
+
+@pytest.fixture(scope="module")
+def end_to_end(on_the_path):
     import bench_end_to_end
 
     return bench_end_to_end
-
-
-@pytest.fixture
-def rivals(bench):
-    import rival_linears
-
-    return rival_linears
 
 
 def rows_of(x):
@@ -105,22 +103,24 @@ def test_torchao_where_it_is_installed(rival, rivals):
         assert torch.equal(net(x), before) and all(a is b for a, b in zip(net.parameters(), parameters, strict=True))
 
 
-def test_rows_beside_ours(bench, stand_in, tmp_path):
+def test_rows_beside_ours(end_to_end, stand_in, tmp_path):
     path = tmp_path / "rows.csv"
-    assert bench.main([*TINY, str(path), "--rival", "comfy_kitchen"]) == 0
+    assert end_to_end.main([*TINY, str(path), "--rival", "comfy_kitchen"]) == 0
     rows = [row for row in read_rows(path) if row["provider"] == "comfy_kitchen"]
     assert [row["metric"] for row in rows] == ["time", "rel_l1"] and rows[0]["includes_quantization"] == "True"
-    assert 1e-4 < float(rows[1]["median"]) < bench.MAX_ERROR and rows[0]["recipe"] == ""
-    ours = {row["case"] for row in read_rows(path) if row["provider"] == bench.OURS}
+    assert 1e-4 < float(rows[1]["median"]) < end_to_end.MAX_ERROR and rows[0]["recipe"] == ""
+    ours = {row["case"] for row in read_rows(path) if row["provider"] == end_to_end.OURS}
     assert {row["case"] for row in rows} == ours and len(stand_in) > 20
 
 
-def test_a_rival_that_is_not_there_or_has_nothing_to_do_has_no_row(bench, stand_in, monkeypatch, tmp_path, capsys):
+def test_a_rival_that_is_not_there_or_has_nothing_to_do_has_no_row(
+    end_to_end, stand_in, monkeypatch, tmp_path, capsys
+):
     path = tmp_path / "rows.csv"
     usual = [name for name in TINY if name not in ("--min-features", "0")]
-    assert bench.main([*usual, str(path), "--rival", "comfy_kitchen"]) == 1
+    assert end_to_end.main([*usual, str(path), "--rival", "comfy_kitchen"]) == 1
     assert "no linear layer that is worth 8 bit" in capsys.readouterr().out
     monkeypatch.setitem(sys.modules, "comfy_kitchen", None)
-    assert bench.main([*TINY, str(path), "--rival", "comfy_kitchen"]) == 1
+    assert end_to_end.main([*TINY, str(path), "--rival", "comfy_kitchen"]) == 1
     assert "comfy_kitchen" in capsys.readouterr().out
     assert not [row for row in read_rows(path) if row["provider"] == "comfy_kitchen"]

@@ -81,6 +81,28 @@ def named(handed: list, given, results) -> list:
     return launches
 
 
+def replayed(handed: list, name: str, call, first, second):
+    """Record call(*first) and replay it with the tensors `second`, which must launch what call(*second) does.
+
+    Returns: the Replay, and what was handed over.
+    """
+    results, again = record(lambda: call(*first), first)
+    assert again is not None, name
+    recorded = named(handed, first, results)
+    made = again(second)
+    found = named(handed, second, made)
+    assert found == recorded and recorded, (name, recorded, found)
+    fresh = call(*second)
+    assert named(handed, second, fresh) == recorded, name
+    for a, b in zip(*([x] if torch.is_tensor(x) else x for x in (made, fresh)), strict=True):
+        assert (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype) and a.data_ptr() != b.data_ptr(), name
+    # an address that Triton would compile anew for
+    x = second[0]
+    shifted = torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape)
+    assert again((shifted, *second[1:])) is None and not handed, name
+    return again, recorded
+
+
 def run(script: str, folder: Path) -> subprocess.CompletedProcess:
     """Run a script in a process of its own, where kernels are compiled, with a cache in `folder`."""
     path = folder / "script.py"  # Triton reads the source of its kernels from files

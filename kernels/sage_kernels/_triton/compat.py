@@ -8,7 +8,6 @@ Private names of PyTorch are in sage_kernels/compat.py.
 import contextlib
 import functools
 import hashlib
-import importlib
 import logging
 import threading
 from collections.abc import Callable
@@ -16,6 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
+
+from ..compat import find
 
 
 logger = logging.getLogger("sage_kernels")
@@ -78,18 +79,6 @@ EARLIER = {
         ("nvidia.hopper.tma.async_store", "nvidia.hopper.tma.async_copy_shared_to_global"),
     )
 }
-
-
-def find(name: str):
-    """Return the object with the dotted name "triton.…", or None if this Triton has none."""
-    found, path = triton, "triton"
-    for part in name.split(".")[1:]:
-        path = f"{path}.{part}"
-        try:
-            found = getattr(found, part) if hasattr(found, part) else importlib.import_module(path)
-        except ImportError:
-            return None
-    return found
 
 
 def attribute(x, name: str):

@@ -13,14 +13,16 @@ from ..compat import differentiates_forward, has_tangent
 from ..facts.numerics import padded_head_dim
 from ..facts.recipe import BLOCK, DEFAULT_RECIPE, MIXED_RECIPE, RECIPES, ROTATIONS, SCALINGS, Mixed
 from ..facts.state import COUNT_FIELDS, PLAN_FIELDS, STAT_FIELDS, HeadState
-from .numbers import check_size, check_softcap, check_window
+from .numbers import check_scale, check_softcap, check_window
 from .tensors import (
     DTYPES,
     MAX_HEAD_DIM,
     broadcasts,
+    check_fields,
     check_inference,
     check_mask,
-    check_strided,
+    check_sinks,
+    check_tensor,
     check_writable,
     is_strided,
 )
@@ -133,28 +135,13 @@ def check_masking(
                 "pass causal or a mask"
             )
     if sinks is not None:
-        if not isinstance(sinks, torch.Tensor):
-            raise TypeError(f"sinks: got {type(sinks).__name__}, expected a floating point tensor [H]")
-        if not sinks.is_floating_point() or tuple(sinks.shape) != (q.shape[2],) or sinks.device != q.device:
+        check_sinks(sinks, q.shape[2], q.device)
+    if attn_mask is not None:
+        if causal:
             raise ValueError(
-                f"sinks: got {sinks.dtype} {tuple(sinks.shape)} on {sinks.device}, expected a floating point tensor "
-                f"[{q.shape[2]}] (one logit a head) on {q.device}"
+                f"attn_mask: got a mask and causal={causal!r}, expected one of them; fold causality into the mask"
             )
-        check_strided("sinks", sinks)
-        check_inference("sinks", sinks)
-    if attn_mask is None:
-        return
-    if not isinstance(attn_mask, torch.Tensor):
-        raise TypeError(f"attn_mask: got {type(attn_mask).__name__}, expected a bool or floating point tensor or None")
-    check_strided("attn_mask", attn_mask)
-    if causal:
-        raise ValueError(
-            f"attn_mask: got a mask and causal={causal!r}, expected one of them; fold causality into the mask"
-        )
-    if attn_mask.device != q.device:
-        raise ValueError(f"attn_mask: got device {attn_mask.device}, expected q's {q.device}")
-    check_mask(attn_mask, (q.shape[0], q.shape[2], q.shape[1], k.shape[1]), "[B, H, S_q, S_kv]")
-    check_inference("attn_mask", attn_mask)
+        check_mask(attn_mask, q.device, (q.shape[0], q.shape[2], q.shape[1], k.shape[1]), "[B, H, S_q, S_kv]")
 
 
 def check_attention_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -163,19 +150,10 @@ def check_attention_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) ->
         return  # half the time of what follows, which finds the message for the first fault
     named = (("q", q), ("k", k), ("v", v))
     for name, x in named:
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"{name}: got {type(x).__name__}, expected a torch.Tensor of shape [B, S, H, D]")
-        check_strided(name, x)
-        if x.dim() != 4:
-            raise ValueError(
-                f"{name}: got rank {x.dim()} (shape {tuple(x.shape)}), expected rank 4 [B, S, H, D]; "
-                "for [B, H, S, D] pass x.transpose(1, 2)"
-            )
-    for name, x in named:
-        if x.dtype not in DTYPES:
-            raise TypeError(f"{name}: got dtype {x.dtype}, expected float16, bfloat16 or float32; cast it first")
+        check_tensor(name, x, DTYPES, rank=4, axes="[B, S, H, D]", remedy="cast it, or pass x.transpose(1, 2)")
+    for name, x in named[1:]:
         if x.dtype != q.dtype:
-            raise TypeError(f"{name}: got dtype {x.dtype}, expected q's {q.dtype}; cast q, k and v to one dtype")
+            raise TypeError(f"{name}: got {x.dtype}, expected q's {q.dtype}; cast q, k and v to one dtype")
         if x.device != q.device:
             raise ValueError(f"{name}: got device {x.device}, expected q's {q.device}; move q, k and v to one device")
     if q.device.type not in ("cpu", "cuda"):
@@ -232,12 +210,7 @@ def check_options(
         )
     if rotation not in ROTATIONS:
         raise ValueError(f"rotation: got {rotation!r}, expected one of {list(ROTATIONS)}")
-    if scale is not None:
-        if isinstance(scale, torch.Tensor) or not isinstance(scale, (int, float, torch.SymFloat, torch.SymInt)):
-            raise TypeError(
-                f"scale: got {type(scale).__name__}, expected a Python float or None (reading a tensor would sync)"
-            )
-        check_size("scale", scale)
+    check_scale(scale)
     check_softcap(softcap)
     if cu_seqlens is not None:
         raise NotImplementedError(
@@ -268,32 +241,27 @@ def check_state(state: HeadState, q_shape: torch.Size, kv_heads: int, device: to
     reading it would sync.
     """
     batch, seq_q, heads, head_dim = q_shape
-    for name, x in zip(HeadState._fields, state, strict=True):
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(
-                f"state.{name}: got {type(x).__name__}, expected a torch.Tensor, empty where there is nothing; make "
-                "states with sage_kernels.new_head_state"
-            )
-    rows = state.plan.shape[0] if state.plan.dim() else -1
-    width = state.plan.shape[2] if state.plan.dim() == 3 else -1
-    wanted = {
-        "plan": (torch.float32, (rows, PLAN_FIELDS, width)),
-        "plan_scale": (torch.float32, (rows,)),
-        "stats": (torch.float32, (rows, STAT_FIELDS, width)),
-        "counts": (torch.int32, (rows, COUNT_FIELDS)),
-        "row": (torch.int32, ()),
-        "row_max": (torch.float32, (0,) if state.row_max.numel() == 0 else (batch, heads, seq_q)),
-        "row_max_next": (torch.float32, (0,) if state.row_max_next.numel() == 0 else (batch, heads, seq_q)),
-    }
-    for name, (dtype, shape) in wanted.items():
-        x = getattr(state, name)
-        if x.dtype != dtype or tuple(x.shape) != shape or x.device != device or not x.is_contiguous():
-            raise ValueError(
-                f"state.{name}: got {x.dtype} {tuple(x.shape)} on {x.device}, "
-                f"expected contiguous {dtype} {shape} on {device}"
-            )
+
+    def wanted() -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        rows, width = (state.plan.shape[0], state.plan.shape[2]) if state.plan.dim() == 3 else (-1, -1)
+        maxima = (batch, heads, seq_q)
+        return {
+            "plan": (torch.float32, (rows, PLAN_FIELDS, width)),
+            "plan_scale": (torch.float32, (rows,)),
+            "stats": (torch.float32, (rows, STAT_FIELDS, width)),
+            "counts": (torch.int32, (rows, COUNT_FIELDS)),
+            "row": (torch.int32, ()),
+            "row_max": (torch.float32, maxima if state.row_max.numel() else (0,)),
+            "row_max_next": (torch.float32, maxima if state.row_max_next.numel() else (0,)),
+        }
+
+    check_fields(
+        "state", state, state._fields, wanted, device,
+        "empty where there is nothing; make states with sage_kernels.new_head_state",
+    )  # fmt: skip
     if state.row_max.numel() and state.row_max_next.numel():
         raise ValueError("state.row_max_next: got elements beside those of state.row_max, expected an empty tensor")
+    rows, _, width = state.plan.shape
     channels = padded_head_dim(head_dim)
     if rows < kv_heads or width < channels:
         raise ValueError(

@@ -34,6 +34,17 @@ def check_softcap(softcap) -> None:
     check_size("softcap", softcap, " (0: off)")
 
 
+def check_scale(scale) -> None:
+    """Raise unless the softmax scale is None or a finite Python number >= 0."""
+    if scale is None:
+        return
+    if isinstance(scale, torch.Tensor) or not isinstance(scale, (int, float, torch.SymFloat, torch.SymInt)):
+        raise TypeError(
+            f"scale: got {type(scale).__name__}, expected a Python float or None (reading a tensor would sync)"
+        )
+    check_size("scale", scale)
+
+
 def check_window(window) -> None:
     """Raise unless window is an int >= 1 that fits an int64."""
     if isinstance(window, bool) or not isinstance(window, (int, torch.SymInt)):

@@ -8,7 +8,7 @@ import torch
 
 from ..facts.recipe import RECIPES
 from ..facts.skipping import CLOCK_FIELDS, TOTAL_FIELDS, SkipState, list_shape
-from .tensors import check_writable
+from .tensors import check_fields, check_writable
 
 
 def check_skip(
@@ -51,14 +51,7 @@ def check_skip(
         "limit": (torch.float32, ()),
         "totals": (torch.int64, (TOTAL_FIELDS,)),
     }
-    for name, (dtype, expected) in wanted.items():
-        x = getattr(skip, name)
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"skip.{name}: got {type(x).__name__}, expected a torch.Tensor")
-        if x.dtype != dtype or tuple(x.shape) != tuple(expected) or x.device != q.device or not x.is_contiguous():
-            raise ValueError(
-                f"skip.{name}: got {x.dtype} {tuple(x.shape)} on {x.device}, expected contiguous {dtype} "
-                f"{tuple(expected)} on {q.device}; make lists for each shape with sage_kernels.new_skip_state"
-            )
+    remedy = "make lists for each shape with sage_kernels.new_skip_state"
+    check_fields("skip", skip, wanted, lambda: wanted, q.device, remedy)
     for name in ("lists", "bound", "alarms", "clock", "totals"):
         check_writable(f"skip.{name}", getattr(skip, name))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -30,19 +31,45 @@ def check_strided(name: str, x: torch.Tensor) -> None:
         raise TypeError(f"{name}: got {got}, expected a strided tensor; pass {name}.to_dense(), or pad it")
 
 
-def check_tensor(name: str, x, dtypes: tuple[torch.dtype, ...], device: torch.device | None = None) -> None:
+def check_tensor(
+    name: str, x, dtypes: tuple[torch.dtype, ...], device: torch.device | None = None, rank: int | None = None,
+    axes: str = "", remedy: str = "",
+) -> None:  # fmt: skip
     """Raise unless x is a strided tensor of one of the dtypes, without a tangent.
 
-    device: where x has to be; None: anywhere.
+    device, rank: where x has to be, and its number of dimensions; None: anywhere, any. axes: their names.
+    remedy: what to do about another rank or dtype.
     """
     if not isinstance(x, torch.Tensor):
-        raise TypeError(f"{name}: got {type(x).__name__}, expected a tensor")
+        raise TypeError(f"{name}: got {type(x).__name__}, expected a tensor {axes}".rstrip())
     check_strided(name, x)
+    remedy = remedy and f"; {remedy}"
+    if rank is not None and x.dim() != rank:
+        raise ValueError(f"{name}: got rank {x.dim()} (shape {tuple(x.shape)}), expected rank {rank} {axes}{remedy}")
     if x.dtype not in dtypes:
-        raise TypeError(f"{name}: got {x.dtype}, expected one of {dtypes}")
+        raise TypeError(f"{name}: got {x.dtype}, expected one of {dtypes}{remedy}")
     check_no_tangent(name, x)
     if device is not None and x.device != device:
         raise ValueError(f"{name}: got device {x.device}, expected {device}")
+
+
+def check_fields(
+    name: str, record: Any, fields: Iterable[str], wanted: Callable[[], dict], device, remedy: str
+) -> None:
+    """Raise unless fields of a record are contiguous tensors on a device.
+
+    wanted: returns {field: (dtype, shape)}; called once all fields are known to be tensors.
+    """
+    for field in fields:
+        if not isinstance(x := getattr(record, field), torch.Tensor):
+            raise TypeError(f"{name}.{field}: got {type(x).__name__}, expected a torch.Tensor; {remedy}")
+    for field, (dtype, shape) in wanted().items():
+        x = getattr(record, field)
+        if x.dtype != dtype or tuple(x.shape) != tuple(shape) or x.device != device or not x.is_contiguous():
+            raise ValueError(
+                f"{name}.{field}: got {x.dtype} {tuple(x.shape)} on {x.device}, expected contiguous {dtype} "
+                f"{tuple(shape)} on {device}; {remedy}"
+            )
 
 
 def check_writable(name: str, x: torch.Tensor) -> None:
@@ -78,8 +105,13 @@ def broadcasts(mask: torch.Tensor, wanted: tuple[int, int, int, int]) -> bool:
     )
 
 
-def check_mask(mask: torch.Tensor, wanted: tuple[int, int, int, int], axes: str) -> None:
-    """Raise unless an attention mask has a dtype and a shape that fit. axes: names of the dimensions."""
+def check_mask(mask: Any, device: torch.device, wanted: tuple[int, int, int, int], axes: str) -> None:
+    """Raise unless an attention mask is one of inference that fits. axes: names of the dimensions `wanted`."""
+    if not isinstance(mask, torch.Tensor):
+        raise TypeError(f"attn_mask: got {type(mask).__name__}, expected a bool or floating point tensor or None")
+    check_strided("attn_mask", mask)
+    if mask.device != device:
+        raise ValueError(f"attn_mask: got device {mask.device}, expected q's {device}")
     if mask.dtype != torch.bool and mask.dtype not in DTYPES:
         raise TypeError(
             f"attn_mask: got dtype {mask.dtype}, expected bool (True: visible) or float16, bfloat16, float32; for 0/1 "
@@ -89,6 +121,20 @@ def check_mask(mask: torch.Tensor, wanted: tuple[int, int, int, int], axes: str)
         raise ValueError(
             f"attn_mask: got shape {tuple(mask.shape)}, expected one that broadcasts to {axes} = {list(wanted)}"
         )
+    check_inference("attn_mask", mask)
+
+
+def check_sinks(sinks: Any, heads: int, device: torch.device) -> None:
+    """Raise unless sinks are one logit a head, of inference."""
+    if not isinstance(sinks, torch.Tensor):
+        raise TypeError(f"sinks: got {type(sinks).__name__}, expected a floating point tensor [H]")
+    check_strided("sinks", sinks)
+    if not sinks.is_floating_point() or tuple(sinks.shape) != (heads,) or sinks.device != device:
+        raise ValueError(
+            f"sinks: got {sinks.dtype} {tuple(sinks.shape)} on {sinks.device}, expected a floating point tensor "
+            f"[{heads}] (one logit a head) on {device}"
+        )
+    check_inference("sinks", sinks)
 
 
 class _OfThread(threading.local):

@@ -9,27 +9,13 @@ import torch
 from ..facts.recipe import RECIPES
 from .attention import check_attention_inputs, check_masking, check_options
 from .numbers import check_window
-from .tensors import check_strided
+from .tensors import DTYPES, check_tensor
 
 
 def check_varlen(
-    q: Any,
-    k: Any,
-    v: Any,
-    cu_seqlens_q: Any,
-    cu_seqlens_k: Any,
-    max_seqlen_q: Any,
-    max_seqlen_k: Any,
-    *,
-    causal: Any,
-    window: Any,
-    softcap: Any,
-    sinks: Any,
-    recipe: Any,
-    scaling: Any,
-    scale: Any,
-    rotation: Any,
-) -> None:
+    q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: Any, max_seqlen_k: Any, *, causal: Any,
+    window: Any, softcap: Any, sinks: Any, recipe: Any, scaling: Any, scale: Any, rotation: Any,
+) -> None:  # fmt: skip
     """Raise unless `sage_attention_varlen` can do this call, values of the lengths aside.
 
     TypeError, ValueError or NotImplementedError.
@@ -46,14 +32,10 @@ def check_varlen(
             "sage_attention for each sequence"
         )
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"{name}: got {type(x).__name__}, expected a torch.Tensor of shape [total, H, D]")
-        check_strided(name, x)
-        if x.dim() != 3:
-            raise ValueError(
-                f"{name}: got rank {x.dim()} (shape {tuple(x.shape)}), expected rank 3 [total, H, D], all sequences "
-                "one behind the other; for [B, S, H, D] call sage_attention"
-            )
+        check_tensor(
+            name, x, DTYPES, rank=3, axes="[total, H, D]",
+            remedy="all sequences one behind the other; for [B, S, H, D] call sage_attention",
+        )  # fmt: skip
     check_attention_inputs(q[None], k[None], v[None])
     for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         _check_cu_seqlens(name, x, q.device)
@@ -73,17 +55,10 @@ def check_varlen(
 
 
 def _check_cu_seqlens(name: str, x: Any, device: torch.device) -> None:
-    if not isinstance(x, torch.Tensor):
-        raise TypeError(f"{name}: got {type(x).__name__}, expected an int32 tensor [sequences + 1]")
-    check_strided(name, x)
-    if x.dtype != torch.int32:
-        raise TypeError(f"{name}: got dtype {x.dtype}, expected int32; pass {name}.int()")
+    axes = "[sequences + 1]: 0 and the end of each sequence"
+    check_tensor(name, x, (torch.int32,), device, axes=axes, remedy=f"pass {name}.int()")
     if x.dim() != 1 or x.shape[0] < 2:
-        raise ValueError(
-            f"{name}: got shape {tuple(x.shape)}, expected [sequences + 1]: 0 and the end of each sequence"
-        )
-    if x.device != device:
-        raise ValueError(f"{name}: got device {x.device}, expected q's {device}")
+        raise ValueError(f"{name}: got shape {tuple(x.shape)}, expected {axes}")
     if not x.is_contiguous():
         raise ValueError(f"{name}: got strides {x.stride()}, expected a contiguous tensor; pass {name}.contiguous()")
 

@@ -99,12 +99,16 @@ def sampled_center(k: torch.Tensor, counts: torch.Tensor | None = None) -> torch
     no pass over K. Summed as integers (in units of the sample's largest element / 2^22): the bits are the same in
     whatever order the terms are added, so the kernel's codes are the reference's. counts: as in `sample_keys`.
     """
-    sample, counted = sample_keys(k, counts)
+    return _integer_mean(*sample_keys(k, counts), (2, 3))
+
+
+def _integer_mean(sample: torch.Tensor, counted: torch.Tensor | None, dims: tuple[int, ...]) -> torch.Tensor:
+    """Mean over the tokens of a sample [B, H, S, D], summed in integer steps of the largest element over `dims`."""
     number: int | torch.Tensor = CENTER_SAMPLES
     if counted is not None:
         sample = torch.where(counted, sample, 0.0)
         number = counted.sum(2, keepdim=True).clamp_min(1).float()
-    amax = sample.abs().amax((2, 3), keepdim=True).clamp_min(AMAX_FLOOR)
+    amax = sample.abs().amax(dims, keepdim=True).clamp_min(AMAX_FLOOR)
     total = torch.round(sample * divide(CENTER_STEPS, amax)).double().sum(2, keepdim=True).float()
     return total * (amax / (CENTER_STEPS * number))
 
@@ -201,14 +205,7 @@ def value_center(v, counts=None) -> torch.Tensor:
     `sampled_center`; counts: as there.
     """
     sample, counted = sample_keys(v, counts)
-    number: int | torch.Tensor = CENTER_SAMPLES
-    if counted is not None:
-        sample = torch.where(counted, sample, 0.0)
-        number = counted.sum(2, keepdim=True).clamp_min(1).float()
-    sample = torch.where(torch.isfinite(sample), sample, 0.0)
-    amax = sample.abs().amax(2, keepdim=True).clamp_min(AMAX_FLOOR)
-    total = torch.round(sample * divide(CENTER_STEPS, amax)).double().sum(2, keepdim=True).float()
-    return total * (amax / (CENTER_STEPS * number))
+    return _integer_mean(torch.where(torch.isfinite(sample), sample, 0.0), counted, (2,))
 
 
 def quantize_centered_values(v, seen=None, counts=None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -218,21 +215,27 @@ def quantize_centered_values(v, seen=None, counts=None) -> tuple[torch.Tensor, t
         NaN or inf.
     """
     center = value_center(v, counts)
-    centred = v - center
-    lost = v * 0.0
-    if seen is not None:
-        centred, lost = (torch.where(seen[..., None], x, 0.0) for x in (centred, lost))
-    size = torch.where(torch.isfinite(centred), centred.abs(), 0.0)
-    amax = size.amax(2, keepdim=True)
-    if counts is not None:
-        counted = torch.where(counts[..., None], size, 0.0).amax(2, keepdim=True)
-        amax = torch.where(counted > 0, counted, amax)
-    amax = amax.clamp_min(V_AMAX_FLOOR)
-    codes = torch.round((centred * divide(float(INT8_MAX), amax)).clamp(-INT8_MAX, INT8_MAX)).nan_to_num(0.0)
-    scale = amax / torch.full_like(amax, INT8_MAX)
+    centred, codes, scale, lost = _int8_values(v - center, v * 0.0, seen, counts, (2,))
     if counts is None and seen is None:  # see prepare_value_codes.py
         center = center + (centred - codes * scale).mean(2, keepdim=True)
-    return codes, scale, center + lost.sum(2, keepdim=True)
+    return codes, scale, center + lost
+
+
+def _int8_values(v, lost, seen, counts, dims: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
+    """Quantise V to INT8 with one scale over `dims`, in every channel.
+
+    Returns: V with 0 for keys that nobody sees, codes, scale [B, H, 1, D], and `lost` summed over the seen keys.
+    """
+    if seen is not None:
+        v, lost = (torch.where(seen[..., None], x, 0.0) for x in (v, lost))
+    size = torch.where(torch.isfinite(v), v.abs(), 0.0)
+    amax = size.amax(dims, keepdim=True)
+    if counts is not None:
+        counted = torch.where(counts[..., None], size, 0.0).amax(dims, keepdim=True)
+        amax = torch.where(counted > 0, counted, amax)
+    amax = amax.clamp_min(V_AMAX_FLOOR).expand(-1, -1, -1, v.shape[3])
+    codes = torch.round((v * divide(float(INT8_MAX), amax)).clamp(-INT8_MAX, INT8_MAX)).nan_to_num(0.0)
+    return v, codes, amax / torch.full_like(amax, INT8_MAX), lost.sum(2, keepdim=True)
 
 
 def quantize_tensor_values(v, seen=None, counts=None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -240,14 +243,5 @@ def quantize_tensor_values(v, seen=None, counts=None) -> tuple[torch.Tensor, tor
 
     Arguments and results as of `quantize_centered_values`: the scale is the same in all channels, the centre 0 or NaN.
     """
-    lost = v * 0.0
-    if seen is not None:
-        v, lost = (torch.where(seen[..., None], x, 0.0) for x in (v, lost))
-    size = torch.where(torch.isfinite(v), v.abs(), 0.0)
-    amax = size.amax((2, 3), keepdim=True)
-    if counts is not None:
-        counted = torch.where(counts[..., None], size, 0.0).amax((2, 3), keepdim=True)
-        amax = torch.where(counted > 0, counted, amax)
-    amax = amax.clamp_min(V_AMAX_FLOOR).expand(-1, -1, -1, v.shape[3])
-    codes = torch.round((v * divide(float(INT8_MAX), amax)).clamp(-INT8_MAX, INT8_MAX)).nan_to_num(0.0)
-    return codes, amax / torch.full_like(amax, INT8_MAX), lost.sum(2, keepdim=True)
+    _, codes, scale, lost = _int8_values(v, v * 0.0, seen, counts, (2, 3))
+    return codes, scale, lost

@@ -10,7 +10,7 @@ are defined here.
 from __future__ import annotations
 
 import functools
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
@@ -22,12 +22,17 @@ from ..facts.masking import make_masking
 from ..facts.recipe import DEFAULT_RECIPE, RECIPES
 from ..facts.skipping import SkipState
 from ..facts.state import HeadState
-from .dispatch import attention_of_nothing, call_op, fake_out, fake_out_lse
+from .dispatch import attention_of_nothing, call_op, fake_out, fake_out_lse, register
 from .replay import TENSOR, is_plain_call, is_usual, layout_of, remember, replay_by_key
 
 
-_library = torch.library.Library("sage_kernels", "DEF")
-# Two schemas of fixed arity instead of an optional LSE: optional tensor returns are unreliable before torch 2.15.
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from .keywords import AttentionKeywords
+
+# Arguments of an op, in order. Two schemas of fixed arity instead of an optional LSE: optional tensor returns are
+# unreliable before torch 2.15.
 _ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? attn_mask, Tensor? sinks, float scale, str scaling, bool smooth_k, "
     "str causal, int? window, float softcap, str recipe, str rotation"
@@ -36,10 +41,7 @@ _STATE = (
     "Tensor plan, Tensor plan_scale, Tensor(a!) stats, Tensor(b!) counts, Tensor row, "
     "Tensor(c!) row_max, Tensor(d!) row_max_next"
 )
-_library.define(f"attention({_ARGUMENTS}) -> Tensor")
-_library.define(f"attention_lse({_ARGUMENTS}) -> (Tensor, Tensor)")
-_library.define(f"attention_planned({_ARGUMENTS}, {_STATE}) -> Tensor")
-_library.define(f"attention_planned_lse({_ARGUMENTS}, {_STATE}) -> (Tensor, Tensor)")
+_INPUTS = _ARGUMENTS.count(",") + 1  # arguments before the state
 
 
 @overload
@@ -48,20 +50,8 @@ def sage_attention(
     k: torch.Tensor,
     v: torch.Tensor,
     *,
-    attn_mask: torch.Tensor | None = ...,
-    causal: bool | str = ...,
-    window: int | None = ...,
-    softcap: float = ...,
-    sinks: torch.Tensor | None = ...,
-    recipe: str = ...,
-    scaling: str = ...,
-    scale: float | None = ...,
-    smooth_k: bool | None = ...,
-    rotation: str = ...,
     return_lse: Literal[False] = ...,
-    state: HeadState | None = ...,
-    skip: SkipState | None = ...,
-    cu_seqlens: None = ...,
+    **keywords: Unpack[AttentionKeywords],
 ) -> torch.Tensor: ...
 
 
@@ -71,43 +61,14 @@ def sage_attention(
     k: torch.Tensor,
     v: torch.Tensor,
     *,
-    attn_mask: torch.Tensor | None = ...,
-    causal: bool | str = ...,
-    window: int | None = ...,
-    softcap: float = ...,
-    sinks: torch.Tensor | None = ...,
-    recipe: str = ...,
-    scaling: str = ...,
-    scale: float | None = ...,
-    smooth_k: bool | None = ...,
-    rotation: str = ...,
     return_lse: Literal[True],
-    state: HeadState | None = ...,
-    skip: SkipState | None = ...,
-    cu_seqlens: None = ...,
+    **keywords: Unpack[AttentionKeywords],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 @overload
 def sage_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    attn_mask: torch.Tensor | None = ...,
-    causal: bool | str = ...,
-    window: int | None = ...,
-    softcap: float = ...,
-    sinks: torch.Tensor | None = ...,
-    recipe: str = ...,
-    scaling: str = ...,
-    scale: float | None = ...,
-    smooth_k: bool | None = ...,
-    rotation: str = ...,
-    return_lse: bool,
-    state: HeadState | None = ...,
-    skip: SkipState | None = ...,
-    cu_seqlens: None = ...,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: bool, **keywords: Unpack[AttentionKeywords]
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 
 
@@ -200,13 +161,8 @@ def sage_attention(
         return remember(key, call, (q, k, v, *(state or ()), *(() if skip is None else skip.tensors)))
     if skip is not None or is_plain_call(q, k, v, attn_mask, sinks, *(state or ())):
         return call()
-    ops = torch.ops.sage_kernels
-    if state is None:
-        op = ops.attention_lse if return_lse else ops.attention
-    else:
-        op = ops.attention_planned_lse if return_lse else ops.attention_planned
-        arguments = (*arguments, *state)
-    return call_op(op, arguments)
+    name = "attention" + "_planned" * (state is not None) + "_lse" * return_lse
+    return call_op(name, (*arguments, *(state or ())))
 
 
 def _try_replay(
@@ -238,29 +194,12 @@ def _try_replay(
     return replay_by_key((options, *map(type, options), *map(layout_of, tensors)), tensors)
 
 
-def _compute(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    attn_mask: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    scale: float,
-    scaling: str,
-    smooth_k: bool,
-    causal: Any,
-    window: int | None,
-    softcap: float,
-    recipe: str,
-    rotation: str,
-    *,
-    state: HeadState | None,
-    return_lse: bool,
-    skip: SkipState | None = None,
-) -> Any:
+def _compute(*arguments: Any, state: HeadState | None, return_lse: bool, skip: SkipState | None = None) -> Any:
     """Launch the kernels of a checked call, or run the reference on a CPU.
 
     Nothing runs for empty tensors. Keys that no row sees are cut off first.
     """
+    q, k, v, attn_mask, sinks, scale, scaling, smooth_k, causal, window, softcap, recipe, rotation = arguments
     masking, keys = make_masking(attn_mask, causal, window, softcap, sinks, q.shape[1], k.shape[1])
     if (keys.start, keys.stop) != (0, k.shape[1]):  # a view costs a microsecond
         k, v = k[:, keys], v[:, keys]
@@ -282,9 +221,6 @@ def _compute(
         with torch.autocast(q.device.type, enabled=False):  # it would cast the reference's own matmuls
             out, lse = reference.ref_attention(q, k, v, **options)
     return (out, lse) if return_lse else out
-
-
-_INPUTS = 13  # arguments before the state
 
 
 def _implementation(planned: bool, return_lse: bool) -> Any:
@@ -309,6 +245,8 @@ def _implementation(planned: bool, return_lse: bool) -> Any:
 for _planned in (False, True):
     for _return_lse in (False, True):
         _name = "attention" + "_planned" * _planned + "_lse" * _return_lse
-        for _device in ("CPU", "CUDA"):
-            _library.impl(_name, _implementation(_planned, _return_lse), _device)
-        torch.library.register_fake(f"sage_kernels::{_name}", fake_out_lse if _return_lse else fake_out, lib=_library)
+        register(
+            f"{_name}({_ARGUMENTS}{f', {_STATE}' * _planned}) -> {'(Tensor, Tensor)' if _return_lse else 'Tensor'}",
+            _implementation(_planned, _return_lse),
+            fake_out_lse if _return_lse else fake_out,
+        )

@@ -7,7 +7,7 @@ a CPU), and a call like an earlier one is replayed (replay.py).
 from __future__ import annotations
 
 import functools
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
@@ -15,21 +15,19 @@ from .. import reference
 from ..checks.decode import check_append, check_decode_inputs, check_decode_options
 from ..checks.tensors import check_called_below
 from ..facts.masking import Masking, canonical_mask, decode_band
-from .dispatch import attention_of_nothing, call_op, fake_out, fake_out_lse
+from .dispatch import attention_of_nothing, call_op, fake_out, fake_out_lse, register
 from .replay import TENSOR, is_plain_call, layout_of, remember, replay_by_key
 
 
-_library = torch.library.Library("sage_kernels", "FRAGMENT")
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from .keywords import DecodeKeywords
+
 _CACHE = "Tensor k_codes, Tensor k_scale, Tensor v_codes, Tensor v_scale, Tensor? k_mean"
 _ARGUMENTS = (
     f"Tensor q, {_CACHE}, Tensor? lengths, Tensor? attn_mask, Tensor? sinks, bool ring, bool causal, int? window, "
-    "float softcap, float scale, Tensor? k_balance=None"
-)
-_library.define(f"decode_attention({_ARGUMENTS}) -> Tensor")
-_library.define(f"decode_attention_lse({_ARGUMENTS}) -> (Tensor, Tensor)")
-_library.define(
-    "append_kv(Tensor k, Tensor v, Tensor? k_mean, Tensor(a!) k_codes, Tensor(b!) k_scale, Tensor(c!) v_codes, "
-    "Tensor(d!) v_scale, Tensor? position, int start, bool ring, Tensor? k_balance=None) -> ()"
+    "float softcap, float scale, Tensor? k_balance"
 )
 
 
@@ -72,7 +70,7 @@ def append_kv(
     check_append(*tensors, position, ring, k_balance)
     on_device, start = (position, 0) if isinstance(position, torch.Tensor) else (None, position)
     if key is None:
-        call_op(torch.ops.sage_kernels.append_kv, (*tensors, on_device, start, ring, k_balance))
+        call_op("append_kv", (*tensors, on_device, start, ring, k_balance))
         return
     from .._triton.decode.append_kv import launch_append_kv
 
@@ -82,68 +80,23 @@ def append_kv(
 
 @overload
 def sage_decode_attention(
-    q: torch.Tensor,
-    k_codes: torch.Tensor,
-    k_scale: torch.Tensor,
-    v_codes: torch.Tensor,
-    v_scale: torch.Tensor,
-    k_mean: torch.Tensor | None = ...,
-    *,
-    lengths: torch.Tensor | None = ...,
-    ring: bool = ...,
-    attn_mask: torch.Tensor | None = ...,
-    causal: bool | str = ...,
-    window: int | None = ...,
-    softcap: float = ...,
-    sinks: torch.Tensor | None = ...,
-    scale: float | None = ...,
-    return_lse: Literal[False] = ...,
-    k_balance: torch.Tensor | None = ...,
-) -> torch.Tensor: ...
+    q: torch.Tensor, k_codes: torch.Tensor, k_scale: torch.Tensor, v_codes: torch.Tensor, v_scale: torch.Tensor,
+    k_mean: torch.Tensor | None = ..., *, return_lse: Literal[False] = ..., **keywords: Unpack[DecodeKeywords]
+) -> torch.Tensor: ...  # fmt: skip
 
 
 @overload
 def sage_decode_attention(
-    q: torch.Tensor,
-    k_codes: torch.Tensor,
-    k_scale: torch.Tensor,
-    v_codes: torch.Tensor,
-    v_scale: torch.Tensor,
-    k_mean: torch.Tensor | None = ...,
-    *,
-    lengths: torch.Tensor | None = ...,
-    ring: bool = ...,
-    attn_mask: torch.Tensor | None = ...,
-    causal: bool | str = ...,
-    window: int | None = ...,
-    softcap: float = ...,
-    sinks: torch.Tensor | None = ...,
-    scale: float | None = ...,
-    return_lse: Literal[True],
-    k_balance: torch.Tensor | None = ...,
-) -> tuple[torch.Tensor, torch.Tensor]: ...
+    q: torch.Tensor, k_codes: torch.Tensor, k_scale: torch.Tensor, v_codes: torch.Tensor, v_scale: torch.Tensor,
+    k_mean: torch.Tensor | None = ..., *, return_lse: Literal[True], **keywords: Unpack[DecodeKeywords]
+) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 
 
 @overload
 def sage_decode_attention(
-    q: torch.Tensor,
-    k_codes: torch.Tensor,
-    k_scale: torch.Tensor,
-    v_codes: torch.Tensor,
-    v_scale: torch.Tensor,
-    k_mean: torch.Tensor | None = ...,
-    *,
-    lengths: torch.Tensor | None = ...,
-    ring: bool = ...,
-    attn_mask: torch.Tensor | None = ...,
-    causal: bool | str = ...,
-    window: int | None = ...,
-    softcap: float = ...,
-    sinks: torch.Tensor | None = ...,
-    scale: float | None = ...,
-    return_lse: bool,
-    k_balance: torch.Tensor | None = ...,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
+    q: torch.Tensor, k_codes: torch.Tensor, k_scale: torch.Tensor, v_codes: torch.Tensor, v_scale: torch.Tensor,
+    k_mean: torch.Tensor | None = ..., *, return_lse: bool, **keywords: Unpack[DecodeKeywords]
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 
 
 def sage_decode_attention(
@@ -202,8 +155,7 @@ def sage_decode_attention(
     arguments = (q, *cache, lengths, attn_mask, sinks, ring, bool(causal), window, float(softcap), scale, k_balance)
     if key is not None:
         return remember(key, functools.partial(_implementation(return_lse), *arguments), given, numbers)
-    ops = torch.ops.sage_kernels
-    return call_op(ops.decode_attention_lse if return_lse else ops.decode_attention, arguments)
+    return call_op("decode_attention" + "_lse" * return_lse, arguments)
 
 
 _NOT_REPLAYED = (None, None, None, None)
@@ -283,44 +235,24 @@ def _append_key(tensors: Any, position: Any, ring: bool) -> Any:
     return key, [x for x in tensors if x is not None], {"start": start}
 
 
-def _attend(
-    q: torch.Tensor,
-    k_codes: torch.Tensor,
-    k_scale: torch.Tensor,
-    v_codes: torch.Tensor,
-    v_scale: torch.Tensor,
-    k_mean: torch.Tensor | None,
-    lengths: torch.Tensor | None,
-    attn_mask: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    ring: bool,
-    causal: Any,
-    window: int | None,
-    softcap: float,
-    scale: float,
-    k_balance: torch.Tensor | None = None,
-    *,
-    return_lse: bool,
-) -> Any:
+def _attend(*arguments: Any, return_lse: bool) -> Any:
     """Attend by the kernels of a GPU or the reference; nothing runs for empty tensors."""
+    inputs, (attn_mask, sinks, ring, causal, window, softcap, scale, k_balance) = arguments[:7], arguments[7:]
+    q, k_codes = inputs[:2]
     left, right = decode_band(causal, window)
     masking = Masking(
         canonical_mask(attn_mask, k_codes.shape[2]), left, right, softcap=softcap,
         sinks=None if sinks is None else sinks.float().contiguous(),
     )  # fmt: skip
-    cache = (k_codes, k_scale, v_codes, v_scale, k_mean)
+    options = {"ring": ring, "masking": masking, "scale": scale, "k_balance": k_balance}
     if q.numel() == 0 or k_codes.shape[2] == 0:
         out, lse = attention_of_nothing(q, masking.sinks)
     elif q.is_cuda:
         from .._triton.decode.launch import launch_decode_attention
 
-        out, lse = launch_decode_attention(
-            q, *cache, lengths, ring=ring, masking=masking, scale=scale, return_lse=return_lse, k_balance=k_balance
-        )
+        out, lse = launch_decode_attention(*inputs, return_lse=return_lse, **options)
     else:
-        out, lse = reference.ref_decode_attention(
-            q, *cache, lengths, ring=ring, masking=masking, scale=scale, k_balance=k_balance
-        )
+        out, lse = reference.ref_decode_attention(*inputs, **options)
     return (out, lse) if return_lse else out
 
 
@@ -334,41 +266,25 @@ def _implementation(return_lse: bool) -> Any:
     return run
 
 
-def _append(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_mean: torch.Tensor | None,
-    k_codes: torch.Tensor,
-    k_scale: torch.Tensor,
-    v_codes: torch.Tensor,
-    v_scale: torch.Tensor,
-    position: Any,
-    start: int,
-    ring: bool,
-    k_balance: torch.Tensor | None = None,
-) -> None:
+def _append(*arguments: Any) -> None:
     """Write the tokens of a checked call into the cache, by the kernel of a GPU or the reference."""
     check_called_below("append_kv")
-    if k.numel() == 0:
+    *tensors, position, start, ring, k_balance = arguments
+    if tensors[0].numel() == 0:
         return
-    if k.is_cuda:
+    if tensors[0].is_cuda:
         from .._triton.decode.append_kv import launch_append_kv
 
-        launch_append_kv(
-            k, v, k_mean, k_codes, k_scale, v_codes, v_scale, position=position, start=start, ring=ring,
-            k_balance=k_balance,
-        )  # fmt: skip
+        launch_append_kv(*tensors, position=position, start=start, ring=ring, k_balance=k_balance)
         return
     start = start if position is None else int(position)
-    reference.ref_append_kv(
-        k, v, k_mean, k_codes, k_scale, v_codes, v_scale, position=start, ring=ring, k_balance=k_balance
-    )
+    reference.ref_append_kv(*tensors, position=start, ring=ring, k_balance=k_balance)
 
 
-for _device in ("CPU", "CUDA"):
-    _library.impl("decode_attention", _implementation(False), _device)
-    _library.impl("decode_attention_lse", _implementation(True), _device)
-    _library.impl("append_kv", _append, _device)
-torch.library.register_fake("sage_kernels::decode_attention", fake_out, lib=_library)
-torch.library.register_fake("sage_kernels::decode_attention_lse", fake_out_lse, lib=_library)
-torch.library.register_fake("sage_kernels::append_kv", lambda *_: None, lib=_library)
+register(f"decode_attention({_ARGUMENTS}) -> Tensor", _implementation(False), fake_out)
+register(f"decode_attention_lse({_ARGUMENTS}) -> (Tensor, Tensor)", _implementation(True), fake_out_lse)
+register(
+    "append_kv(Tensor k, Tensor v, Tensor? k_mean, Tensor(a!) k_codes, Tensor(b!) k_scale, Tensor(c!) v_codes, "
+    "Tensor(d!) v_scale, Tensor? position, int start, bool ring, Tensor? k_balance) -> ()",
+    _append, lambda *_: None,
+)  # fmt: skip

@@ -1,8 +1,8 @@
-"""Shared by the attention ops: calls through PyTorch's dispatcher, and results that need no launch."""
+"""Shared by the ops: their registration, calls through PyTorch's dispatcher, and results that need no launch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -11,8 +11,28 @@ from ..checks.tensors import without_tangents
 from ..compat import differentiates_forward
 
 
-def call_op(op: Any, arguments: Iterable[Any]) -> Any:
-    """Call an op of `torch.ops` with arguments that are checked and have no tangents."""
+_library = torch.library.Library("sage_kernels", "FRAGMENT")
+
+
+def register(
+    schema: str, run: Callable[..., Any], fake: Callable[..., Any], devices: Iterable[str] = ("CPU", "CUDA")
+) -> None:
+    """Register an op: its schema, what runs it on these devices, and its results for fake tensors."""
+    _library.define(schema)
+    name = schema.partition("(")[0]
+    for device in devices:
+        _library.impl(name, run, device)
+    torch.library.register_fake(f"sage_kernels::{name}", fake, lib=_library)
+
+
+def register_backward(name: str, backward: Callable[..., Any], save: Callable[..., Any]) -> None:
+    """Register the backward of an op; `save` keeps what it needs of a call."""
+    torch.library.register_autograd(f"sage_kernels::{name}", backward, setup_context=save, lib=_library)
+
+
+def call_op(name: str, arguments: Iterable[Any]) -> Any:
+    """Call an op of `torch.ops.sage_kernels` with arguments that are checked and have no tangents."""
+    op = getattr(torch.ops.sage_kernels, name)
     if differentiates_forward():
         with without_tangents():
             return op(*arguments)

@@ -11,15 +11,8 @@ from ..checks.heads import check_heads
 from ..checks.tensors import check_called_below
 from ..compat import differentiates_forward
 from ..reference.heads import ref_qk_norm_rope
-from .dispatch import call_op
+from .dispatch import call_op, register
 from .replay import remember, try_replay
-
-
-_library = torch.library.Library("sage_kernels", "FRAGMENT")
-_library.define(
-    "qk_norm_rope(Tensor[] q, Tensor[] k, Tensor?[] q_weight, Tensor?[] k_weight, bool norm, float eps, Tensor[] cos, "
-    "Tensor[] sin, bool pairs) -> (Tensor, Tensor)"
-)
 
 
 def qk_norm_rope(
@@ -63,7 +56,7 @@ def qk_norm_rope(
             result = remember(key, lambda: _qk_norm_rope(*arguments), [x for x in given if x is not None])
         else:
             plain = arguments if differentiates_forward() else _without_gradients(arguments)
-            result = call_op(torch.ops.sage_kernels.qk_norm_rope, plain)
+            result = call_op("qk_norm_rope", plain)
     found: tuple[torch.Tensor, torch.Tensor] = result
     return found
 
@@ -109,6 +102,8 @@ def _of_op(*arguments: Any) -> Any:
     return remember(key, lambda: _qk_norm_rope(*arguments), [x for x in given if x is not None])
 
 
-for _device in ("CPU", "CUDA"):
-    _library.impl("qk_norm_rope", _of_op, _device)
-torch.library.register_fake("sage_kernels::qk_norm_rope", _fake, lib=_library)
+register(
+    "qk_norm_rope(Tensor[] q, Tensor[] k, Tensor?[] q_weight, Tensor?[] k_weight, bool norm, float eps, Tensor[] cos, "
+    "Tensor[] sin, bool pairs) -> (Tensor, Tensor)",
+    _of_op, _fake,
+)  # fmt: skip

@@ -15,23 +15,8 @@ from ..checks.tensors import check_called_below
 from ..facts.numerics import CODE_TYPES
 from ..facts.recipe import GATED
 from ..reference import linear as reference
-from .dispatch import call_op
+from .dispatch import call_op, register
 from .replay import remember, try_replay
-
-
-_library = torch.library.Library("sage_kernels", "FRAGMENT")
-_library.define(
-    "quantize_activation(Tensor x, str format, str norm, Tensor? weight, Tensor? bias, float eps, Tensor? gain, "
-    "Tensor? shift, Tensor? balance, Tensor? beside) -> (Tensor, Tensor)"
-)
-_library.define(
-    "quantized_linear(Tensor codes, Tensor scale, Tensor weight, Tensor weight_scale, Tensor? bias, str activation, "
-    "Tensor? gate, Tensor? residual, ScalarType dtype) -> Tensor"
-)
-_library.define(
-    "weight_only_linear(Tensor x, Tensor weight, Tensor weight_scale, Tensor? bias, str activation, Tensor? gate, "
-    "Tensor? residual, ScalarType dtype, bool batch_invariant) -> Tensor"
-)
 
 
 class QuantizedRows(NamedTuple):
@@ -241,51 +226,37 @@ def run_op(key: Any, function: Callable[..., Any], op: str, arguments: Iterable[
     if key is None:
         # parameters of modules are detached: the result would require a gradient, which the next call refuses
         arguments = [x.detach() if isinstance(x, torch.Tensor) and x.requires_grad else x for x in arguments]
-        return call_op(getattr(torch.ops.sage_kernels, op), arguments)
+        return call_op(op, arguments)
     given = [x for x in arguments if isinstance(x, torch.Tensor)]
     return remember(key, lambda: function(*arguments), given)
 
 
-def compute_codes(
-    x: torch.Tensor, format: str, norm: str, weight: Any, bias: Any, eps: float, gain: Any, shift: Any, balance: Any,
-    beside: Any,
-) -> Any:  # fmt: skip
+def compute_codes(x: torch.Tensor, *options: Any) -> Any:
     """Codes and scale of the rows of a checked call of `quantize_activation`."""
-    options = {"format": format, "norm": norm, "weight": weight, "bias": bias, "eps": eps}
-    options |= {"gain": gain, "shift": shift, "balance": balance, "beside": beside}
-    if x.is_cuda and x.numel():
+    if x.numel() == 0:
+        return _fake_quantize_activation(x, *options)
+    if x.is_cuda:
         from .._triton.linear.launch import launch_quantize_activation
 
-        return launch_quantize_activation(x, **options)
-    if x.numel() == 0:
-        return _fake_quantize_activation(x, format, beside)
-    return _aligned(*reference.ref_quantize_activation(x, **options))
+        return launch_quantize_activation(x, *options)
+    return _aligned(*reference.ref_quantize_activation(x, *options))
 
 
-def compute_linear(
-    codes: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, bias: Any,
-    activation: str, gate: Any, residual: Any, dtype: torch.dtype,
-) -> Any:  # fmt: skip
+def compute_linear(codes: torch.Tensor, *arguments: Any) -> Any:
     """Output of a checked call of `quantized_linear`."""
-    options = {"activation": activation, "gate": gate, "residual": residual, "dtype": dtype}
     if codes.is_cuda and codes.numel():
         from .._triton.linear.launch import launch_quantized_linear
 
-        return launch_quantized_linear(codes, scale, weight, weight_scale, bias, **options)
-    return reference.ref_quantized_linear(codes, scale, weight, weight_scale, bias, **options)
+        return launch_quantized_linear(codes, *arguments)
+    return reference.ref_quantized_linear(codes, *arguments)
 
 
-def _weight_only_linear(
-    x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, bias: Any, activation: str, gate: Any,
-    residual: Any, dtype: torch.dtype, batch_invariant: bool,
-) -> Any:  # fmt: skip
-    options = {"activation": activation, "gate": gate, "residual": residual, "dtype": dtype}
-    options["batch_invariant"] = batch_invariant
+def _weight_only_linear(x: torch.Tensor, *arguments: Any) -> Any:
     if x.is_cuda and x.numel():
         from .._triton.linear.launch import launch_weight_only_linear
 
-        return launch_weight_only_linear(x, weight, weight_scale, bias, **options)
-    return reference.ref_weight_only_linear(x, weight, weight_scale, bias, **options)
+        return launch_weight_only_linear(x, *arguments)
+    return reference.ref_weight_only_linear(x, *arguments)
 
 
 def _fake_quantize_activation(x: torch.Tensor, format: str, *vectors: Any) -> Any:
@@ -294,21 +265,13 @@ def _fake_quantize_activation(x: torch.Tensor, format: str, *vectors: Any) -> An
     return _new_rows(x, columns, CODE_TYPES[format]), x.new_empty(x.shape[:-1], dtype=torch.float32)
 
 
-def _fake_quantized_linear(
-    codes: torch.Tensor, scale: Any, weight: torch.Tensor, weight_scale: Any, bias: Any, activation: str, gate: Any,
-    residual: Any, dtype: torch.dtype,
-) -> Any:  # fmt: skip
+def fake_product(rows: torch.Tensor, weight: torch.Tensor, activation: str, dtype: torch.dtype) -> torch.Tensor:
+    """Return an output of rows [..., K] times a weight [N, K], for PyTorch's tracing with fake tensors."""
     columns = weight.shape[0] // (2 if activation in GATED else 1)
-    return codes.new_empty((*codes.shape[:-1], columns), dtype=dtype)
+    return rows.new_empty((*rows.shape[:-1], columns), dtype=dtype)
 
 
-def _fake_weight_only_linear(
-    x: torch.Tensor, weight: torch.Tensor, weight_scale: Any, bias: Any, *options: Any
-) -> Any:
-    return _fake_quantized_linear(x, None, weight, weight_scale, bias, *options[:4])
-
-
-def of_op(name: str, function: Callable[..., Any], tensors: tuple[int, ...]) -> Callable[..., Any]:
+def _of_op(name: str, function: Callable[..., Any], tensors: tuple[int, ...]) -> Callable[..., Any]:
     """Return the function that the dispatcher calls for an op; it replays calls like an earlier one.
 
     Compiled code calls ops this way. tensors: which of the op's arguments are tensors or None.
@@ -328,12 +291,25 @@ def of_op(name: str, function: Callable[..., Any], tensors: tuple[int, ...]) -> 
     return run
 
 
-for _name, _function, _fake, _tensors in (
-    ("quantize_activation", compute_codes, _fake_quantize_activation, (0, 3, 4, 6, 7, 8, 9)),
-    ("quantized_linear", compute_linear, _fake_quantized_linear, (0, 1, 2, 3, 4, 6, 7)),
-    ("weight_only_linear", _weight_only_linear, _fake_weight_only_linear, (0, 1, 2, 3, 5, 6)),
-):
-    _implementation = of_op(_name, _function, _tensors)
-    for _device in ("CPU", "CUDA"):
-        _library.impl(_name, _implementation, _device)
-    torch.library.register_fake(f"sage_kernels::{_name}", _fake, lib=_library)
+def register_op(schema: str, function: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    """Register an op with these schema, computation and results for fake tensors; its calls are replayed."""
+    arguments = schema.partition("(")[2].partition(") -> ")[0].split(", ")
+    tensors = tuple(i for i, argument in enumerate(arguments) if argument.startswith("Tensor"))
+    register(schema, _of_op(schema.partition("(")[0], function, tensors), fake)
+
+
+register_op(
+    "quantize_activation(Tensor x, str format, str norm, Tensor? weight, Tensor? bias, float eps, Tensor? gain, "
+    "Tensor? shift, Tensor? balance, Tensor? beside) -> (Tensor, Tensor)",
+    compute_codes, _fake_quantize_activation,
+)  # fmt: skip
+register_op(
+    "quantized_linear(Tensor codes, Tensor scale, Tensor weight, Tensor weight_scale, Tensor? bias, str activation, "
+    "Tensor? gate, Tensor? residual, ScalarType dtype) -> Tensor",
+    compute_linear, lambda codes, _, weight, *rest: fake_product(codes, weight, rest[2], rest[5]),
+)  # fmt: skip
+register_op(
+    "weight_only_linear(Tensor x, Tensor weight, Tensor weight_scale, Tensor? bias, str activation, Tensor? gate, "
+    "Tensor? residual, ScalarType dtype, bool batch_invariant) -> Tensor",
+    _weight_only_linear, lambda x, weight, *rest: fake_product(x, weight, rest[2], rest[5]),
+)  # fmt: skip

@@ -11,18 +11,10 @@ import torch
 
 from ..checks.linear import check_activation, check_linear, check_quantized
 from ..facts.numerics import CODE_TYPES
-from ..facts.recipe import GATED
-from .linear import QuantizedRows, compute_codes, compute_linear, of_op, run_op
+from .linear import QuantizedRows, compute_codes, compute_linear, fake_product, register_op, run_op
 from .replay import try_replay
 
 
-_library = torch.library.Library("sage_kernels", "FRAGMENT")
-_library.define(
-    "dynamic_linear(Tensor x, str format, str norm, Tensor? norm_weight, Tensor? norm_bias, float eps, Tensor? gain, "
-    "Tensor? shift, Tensor? balance, Tensor? beside, Tensor weight, Tensor weight_scale, Tensor? bias, "
-    "str activation, Tensor? gate, Tensor? residual, ScalarType dtype) -> Tensor"
-)
-_TENSORS = (0, 3, 4, 6, 7, 8, 9, 10, 11, 12, 14, 15)  # places of the op's arguments that are tensors or None
 _OF_ROWS = 10  # the first arguments, up to here, say how rows are quantised; the others how they are multiplied
 
 
@@ -88,18 +80,17 @@ def _dynamic_linear(x: torch.Tensor, *arguments: Any) -> Any:
         return compute_linear(*compute_codes(*of_rows), *of_product)
     from .._triton.linear.launch import launch_dynamic_linear
 
-    names = ("format", "norm", "weight", "bias", "eps", "gain", "shift", "balance", "beside")
-    weight, scale, bias, *rest = of_product
-    options = dict(zip(("activation", "gate", "residual", "dtype"), rest, strict=True))
-    return launch_dynamic_linear(x, dict(zip(names, of_rows[1:], strict=True)), weight, scale, bias, **options)
+    return launch_dynamic_linear(of_rows, of_product)
 
 
 def _fake(x: torch.Tensor, *arguments: Any) -> Any:
     weight, _, _, activation, _, _, dtype = arguments[_OF_ROWS - 1 :]
-    columns = weight.shape[0] // (2 if activation in GATED else 1)
-    return x.new_empty((*x.shape[:-1], columns), dtype=dtype)
+    return fake_product(x, weight, activation, dtype)
 
 
-for _device in ("CPU", "CUDA"):
-    _library.impl("dynamic_linear", of_op("dynamic_linear", _dynamic_linear, _TENSORS), _device)
-torch.library.register_fake("sage_kernels::dynamic_linear", _fake, lib=_library)
+register_op(
+    "dynamic_linear(Tensor x, str format, str norm, Tensor? norm_weight, Tensor? norm_bias, float eps, Tensor? gain, "
+    "Tensor? shift, Tensor? balance, Tensor? beside, Tensor weight, Tensor weight_scale, Tensor? bias, "
+    "str activation, Tensor? gate, Tensor? residual, ScalarType dtype) -> Tensor",
+    _dynamic_linear, _fake,
+)  # fmt: skip

@@ -15,15 +15,10 @@ from ..checks.tensors import check_called_below
 from ..facts.block_budget import rows_of_block
 from ..facts.recipe import BLOCK, Mixed
 from ..reference.mixed import ref_mixed_attention
-from .dispatch import attention_of_nothing, call_op, fake_out_lse
+from .dispatch import attention_of_nothing, call_op, fake_out_lse, register
 from .replay import remember, try_replay
 
 
-_library = torch.library.Library("sage_kernels", "FRAGMENT")
-_library.define(
-    "mixed_attention(Tensor q, Tensor k, Tensor v, float scale, str causal, str base, str selector, float budget, "
-    "str action) -> (Tensor, Tensor, Tensor)"
-)
 _DEFAULT = Mixed()
 
 
@@ -68,7 +63,7 @@ def mixed_attention(
             results = remember(key, lambda: _compute(*arguments, options, return_lse, return_blocks), (q, k, v))
         else:
             flat = (*arguments, options.base, options.selector, float(options.budget), options.action)
-            every = call_op(torch.ops.sage_kernels.mixed_attention, flat)
+            every = call_op("mixed_attention", flat)
             results = tuple(x for x, is_wanted in zip(every, wanted, strict=True) if is_wanted)
     return results[0] if sum(wanted) == 1 else tuple(results)
 
@@ -117,6 +112,8 @@ def _fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causa
     return *fake_out_lse(q), _new_blocks(q, k, base)
 
 
-for _device in ("CPU", "CUDA"):
-    _library.impl("mixed_attention", _of_op, _device)
-torch.library.register_fake("sage_kernels::mixed_attention", _fake, lib=_library)
+register(
+    "mixed_attention(Tensor q, Tensor k, Tensor v, float scale, str causal, str base, str selector, float budget, "
+    "str action) -> (Tensor, Tensor, Tensor)",
+    _of_op, _fake,
+)  # fmt: skip

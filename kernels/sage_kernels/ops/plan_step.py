@@ -5,15 +5,9 @@ from __future__ import annotations
 import torch
 
 from ..facts.state import HeadState
+from .dispatch import register
 
 
-_library = torch.library.Library("sage_kernels", "FRAGMENT")
-_library.define(
-    "plan_step(Tensor(a!) plan, Tensor(b!) plan_scale, Tensor(c!) stats, Tensor(d!) counts, Tensor row, "
-    "Tensor row_max, Tensor row_max_next, Tensor(e!) table, Tensor(f!) table_run, Tensor run, Tensor(g!) totals, "
-    "Tensor is_channel, Tensor finished, Tensor following, Tensor frozen, Tensor frozen_keys, Tensor begins, "
-    "float margin, float full, float growth, float outlier, float move, float v_floor, bool adapts) -> ()"
-)
 _NUMBERS = ("margin", "full", "growth", "outlier", "move", "v_floor", "adapts")
 _OF_STATE = len(HeadState._fields)
 
@@ -33,5 +27,10 @@ def _plan_step(*arguments):
     launch_plan_step(HeadState(*arguments[:_OF_STATE]), *tensors, **dict(zip(_NUMBERS, numbers, strict=True)))
 
 
-_library.impl("plan_step", _plan_step, "CUDA")
-torch.library.register_fake("sage_kernels::plan_step", lambda *_: None, lib=_library)
+register(
+    "plan_step(Tensor(a!) plan, Tensor(b!) plan_scale, Tensor(c!) stats, Tensor(d!) counts, Tensor row, "
+    "Tensor row_max, Tensor row_max_next, Tensor(e!) table, Tensor(f!) table_run, Tensor run, Tensor(g!) totals, "
+    "Tensor is_channel, Tensor finished, Tensor following, Tensor frozen, Tensor frozen_keys, Tensor begins, "
+    "float margin, float full, float growth, float outlier, float move, float v_floor, bool adapts) -> ()",
+    _plan_step, lambda *_: None, ("CUDA",),
+)  # fmt: skip

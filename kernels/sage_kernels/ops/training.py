@@ -11,18 +11,7 @@ from ..checks.tensors import check_called_below, check_no_tangent
 from ..facts.recipe import DEFAULT_RECIPE, RECIPES
 from .attention import sage_attention
 from .backward import attention_backward
-from .dispatch import fake_out_lse
-
-
-_library = torch.library.Library("sage_kernels", "FRAGMENT")
-_library.define(
-    "attention_training(Tensor q, Tensor k, Tensor v, Tensor? attn_mask, float scale, str scaling, bool smooth_k, "
-    "str causal, str recipe, str rotation) -> (Tensor, Tensor)"
-)
-_library.define(
-    "attention_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor? attn_mask, Tensor out, Tensor lse, "
-    "float scale, str causal) -> (Tensor, Tensor, Tensor)"
-)
+from .dispatch import fake_out_lse, register, register_backward
 
 
 def differentiable_attention(
@@ -60,24 +49,15 @@ def differentiable_attention(
     check_masking(q, k, attn_mask, causal, None, None)
     causal = ("top_left" if causal else "") if isinstance(causal, bool) else causal
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
-    op = torch.ops.sage_kernels.attention_training
-    out: torch.Tensor = op(q, k, v, attn_mask, scale, scaling, smooth_k, causal, recipe, rotation)[0]
+    arguments = (q, k, v, attn_mask, scale, scaling, smooth_k, causal, recipe, rotation)
+    out: torch.Tensor = torch.ops.sage_kernels.attention_training(*arguments)[0]
     return out
 
 
-def _forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    attn_mask: torch.Tensor | None,
-    scale: float,
-    scaling: str,
-    smooth_k: bool,
-    causal: str,
-    recipe: str,
-    rotation: str,
-) -> Any:
+def _forward(*arguments: Any) -> Any:
+    """Run the op's checked arguments."""
     check_called_below("attention_training")
+    q, k, v, attn_mask, scale, scaling, smooth_k, causal, recipe, rotation = arguments
     with torch.no_grad():
         return sage_attention(
             q, k, v, attn_mask=attn_mask, causal=causal or False, recipe=recipe, scaling=scaling, scale=scale,
@@ -85,17 +65,9 @@ def _forward(
         )  # fmt: skip
 
 
-def _backward(
-    grad_out: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    attn_mask: torch.Tensor | None,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    scale: float,
-    causal: str,
-) -> Any:
+def _backward(*arguments: Any) -> Any:
+    """Run the op of the backward."""
+    grad_out, q, k, v, attn_mask, out, lse, scale, causal = arguments
     # a backward may run under the autocast of its caller, which would cast the formula's matmuls
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
         return attention_backward(grad_out, q, k, v, out, lse, scale=scale, attn_mask=attn_mask, causal=causal)
@@ -122,16 +94,15 @@ def _refuse(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
     )
 
 
-for _device in ("CPU", "CUDA"):
-    _library.impl("attention_training", _forward, _device)
-    _library.impl("attention_backward", _backward, _device)
-torch.library.register_fake("sage_kernels::attention_training", fake_out_lse, lib=_library)
-torch.library.register_fake(
-    "sage_kernels::attention_backward",
-    lambda grad_out, q, k, v, *_: tuple(x.new_empty(x.shape) for x in (q, k, v)),
-    lib=_library,
-)
-torch.library.register_autograd("sage_kernels::attention_training", _differentiate, setup_context=_save, lib=_library)
-torch.library.register_autograd(
-    "sage_kernels::attention_backward", _refuse, setup_context=lambda ctx, inputs, output: None, lib=_library
-)
+register(
+    "attention_training(Tensor q, Tensor k, Tensor v, Tensor? attn_mask, float scale, str scaling, bool smooth_k, "
+    "str causal, str recipe, str rotation) -> (Tensor, Tensor)",
+    _forward, fake_out_lse,
+)  # fmt: skip
+register(
+    "attention_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor? attn_mask, Tensor out, Tensor lse, "
+    "float scale, str causal) -> (Tensor, Tensor, Tensor)",
+    _backward, lambda grad_out, q, k, v, *_: tuple(x.new_empty(x.shape) for x in (q, k, v)),
+)  # fmt: skip
+register_backward("attention_training", _differentiate, _save)
+register_backward("attention_backward", _refuse, lambda ctx, inputs, output: None)

@@ -6,7 +6,7 @@ A call goes the way of attention.py to the same kernels; they read from the leng
 from __future__ import annotations
 
 import functools
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
@@ -15,63 +15,35 @@ from ..checks.tensors import check_called_below
 from ..checks.varlen import check_lengths, check_varlen
 from ..facts.masking import packed_masking
 from ..facts.recipe import DEFAULT_RECIPE
-from .dispatch import attention_of_nothing, call_op, fake_out, fake_out_lse
+from .dispatch import attention_of_nothing, call_op, fake_out, fake_out_lse, register
 from .replay import is_plain_call, remember, try_replay
 
 
-_library = torch.library.Library("sage_kernels", "FRAGMENT")
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from .keywords import PackedKeywords
+
 _ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? sinks, float scale, str scaling, "
     "bool smooth_k, bool causal, int? window, float softcap, str recipe, str rotation"
 )
-_library.define(f"attention_varlen({_ARGUMENTS}) -> Tensor")
-_library.define(f"attention_varlen_lse({_ARGUMENTS}) -> (Tensor, Tensor)")
 
 
 @overload
 def sage_attention_varlen(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int | None = ...,
-    max_seqlen_k: int | None = ...,
-    *,
-    causal: bool = ...,
-    window: int | None = ...,
-    softcap: float = ...,
-    sinks: torch.Tensor | None = ...,
-    recipe: str = ...,
-    scaling: str = ...,
-    scale: float | None = ...,
-    smooth_k: bool = ...,
-    rotation: str = ...,
-    return_lse: Literal[False] = ...,
-) -> torch.Tensor: ...
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int | None = ..., max_seqlen_k: int | None = ..., *, return_lse: Literal[False] = ...,
+    **keywords: Unpack[PackedKeywords]
+) -> torch.Tensor: ...  # fmt: skip
 
 
 @overload
 def sage_attention_varlen(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int | None = ...,
-    max_seqlen_k: int | None = ...,
-    *,
-    causal: bool = ...,
-    window: int | None = ...,
-    softcap: float = ...,
-    sinks: torch.Tensor | None = ...,
-    recipe: str = ...,
-    scaling: str = ...,
-    scale: float | None = ...,
-    smooth_k: bool = ...,
-    rotation: str = ...,
-    return_lse: bool,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int | None = ..., max_seqlen_k: int | None = ..., *, return_lse: bool,
+    **keywords: Unpack[PackedKeywords]
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 
 
 def sage_attention_varlen(
@@ -138,8 +110,7 @@ def sage_attention_varlen(
     arguments += (float(softcap), recipe, rotation)
     if key is not None:
         return _unpacked(remember(key, lambda: _compute(*arguments, return_lse=return_lse), given))
-    op = torch.ops.sage_kernels.attention_varlen_lse if return_lse else torch.ops.sage_kernels.attention_varlen
-    return call_op(op, arguments)
+    return call_op("attention_varlen" + "_lse" * return_lse, arguments)
 
 
 def _distinct(q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any) -> tuple[Any, ...]:
@@ -152,28 +123,12 @@ def _unpacked(result: Any) -> Any:
     return result[0] if isinstance(result, torch.Tensor) else tuple(x[0] for x in result)
 
 
-def _compute(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    sinks: torch.Tensor | None,
-    scale: float,
-    scaling: str,
-    smooth_k: bool,
-    causal: bool,
-    window: int | None,
-    softcap: float,
-    recipe: str,
-    rotation: str,
-    *,
-    return_lse: bool,
-) -> Any:
+def _compute(*arguments: Any, return_lse: bool) -> Any:
     """Launch the kernels of a checked call as a batch of 1, or run the reference on a CPU.
 
     Nothing runs for empty tensors.
     """
+    q, k, v, *lengths, sinks, scale, scaling, smooth_k, causal, window, softcap, recipe, rotation = arguments
     masking = packed_masking(causal, window, softcap, sinks, q.shape[0], k.shape[0])
     if 0 in q.shape or 0 in k.shape:
         out, lse = attention_of_nothing(q[None], masking.sinks)
@@ -184,13 +139,13 @@ def _compute(
         from .._triton.attention.launch import launch_attention_fwd
         from .._triton.launch import compiled_together
 
-        options |= {"packed": (cu_seqlens_q, cu_seqlens_k), "state": None, "return_lse": return_lse}
+        options |= {"packed": tuple(lengths), "state": None, "return_lse": return_lse}
         call = functools.partial(launch_attention_fwd, q[None], k[None], v[None], **options)
         with compiled_together(call):
             out, lse = call()
     else:
-        check_lengths(q, k, cu_seqlens_q, cu_seqlens_k)
-        out, lse = reference.ref_attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)
+        check_lengths(q, k, *lengths)
+        out, lse = reference.ref_attention_varlen(q, k, v, *lengths, **options)
         out, lse = out[None], lse[None]
     return (out, lse) if return_lse else out
 
@@ -205,8 +160,5 @@ def _implementation(return_lse: bool) -> Any:
     return run
 
 
-for _device in ("CPU", "CUDA"):
-    _library.impl("attention_varlen", _implementation(False), _device)
-    _library.impl("attention_varlen_lse", _implementation(True), _device)
-torch.library.register_fake("sage_kernels::attention_varlen", fake_out, lib=_library)
-torch.library.register_fake("sage_kernels::attention_varlen_lse", fake_out_lse, lib=_library)
+register(f"attention_varlen({_ARGUMENTS}) -> Tensor", _implementation(False), fake_out)
+register(f"attention_varlen_lse({_ARGUMENTS}) -> (Tensor, Tensor)", _implementation(True), fake_out_lse)

@@ -21,20 +21,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ..facts import state as fields
 from ..facts.numerics import padded_head_dim
 from ..facts.recipe import INT8_MAX
-from ..facts.state import (
-    COUNT_CALLS,
-    COUNT_KEY_MAX,
-    COUNT_KEY_MIN,
-    COUNT_PLAN_KEY_A,
-    COUNT_PLAN_KEY_B,
-    STAT_FIELDS,
-    HeadState,
-    clear_step,
-    fractions,
-    new_head_state,
-)
+from ..facts.state import HeadState, clear_step, fractions, new_head_state
 from ..ops.plan_step import plan_step
 from .plan import V_CHANNEL_FLOOR, write_plan
 from .rules import Source, Timestep, ranges
@@ -115,7 +105,7 @@ class ScaleState:
             [s.channels for s in self.sites for _ in range(s.kv_heads)], dtype=torch.int64, device="cpu"
         )
         self._is_channel = (torch.arange(width, device="cpu") < dims[:, None]).to(device)
-        self._table = torch.zeros(self.bins, rows, STAT_FIELDS, width, dtype=torch.float32, device=device)
+        self._table = torch.zeros(self.bins, rows, fields.STAT_FIELDS, width, dtype=torch.float32, device=device)
         self._table_run = torch.zeros(self.bins, rows, dtype=torch.int32, device=device)  # see table.record
         self._run = torch.zeros((), dtype=torch.int32, device=device)
         # tensors: compiled code would guard a flag on the host, and a CUDA graph would not see it
@@ -123,7 +113,7 @@ class ScaleState:
         self._frozen_keys = torch.zeros(rows, 2, dtype=torch.int32, device=device)
         self._goes_on = torch.zeros((), dtype=torch.int32, device=device)  # 0: no run begins
         self._noise_bins = NoiseBins(self.bins, device)
-        self._totals = torch.zeros(rows, COUNT_KEY_MAX, dtype=torch.int64, device=device)
+        self._totals = torch.zeros(rows, fields.COUNT_KEY_MAX, dtype=torch.int64, device=device)
         self.bin = torch.zeros((), dtype=torch.int64, device=device)  # of the running step
         self.rule.refit(self)
 
@@ -185,8 +175,8 @@ class ScaleState:
         source = self.rule.following(self, following, seen)
         kept = ~source.known
         # a plan holds for the shapes of this step's calls only: two, since (un)conditional calls may differ
-        keys = shared.counts[:, COUNT_KEY_MAX : COUNT_KEY_MIN + 1]
-        plan_keys = shared.counts[:, COUNT_PLAN_KEY_A : COUNT_PLAN_KEY_B + 1]
+        keys = shared.counts[:, fields.COUNT_KEY_MAX : fields.COUNT_KEY_MIN + 1]
+        plan_keys = shared.counts[:, fields.COUNT_PLAN_KEY_A : fields.COUNT_PLAN_KEY_B + 1]
         plan_keys.copy_(torch.where(seen[:, None], keys, plan_keys))
         if begins is not None:
             self._run.add_(begins)
@@ -203,14 +193,14 @@ class ScaleState:
 
     def _take_frozen_keys(self, where: torch.Tensor) -> None:
         """Let plans of a run that starts serve the call shapes of the frozen table."""
-        plan_keys = self._shared.counts[:, COUNT_PLAN_KEY_A : COUNT_PLAN_KEY_B + 1]
+        plan_keys = self._shared.counts[:, fields.COUNT_PLAN_KEY_A : fields.COUNT_PLAN_KEY_B + 1]
         plan_keys.copy_(torch.where(where, self._frozen_keys, plan_keys))
 
     @torch.no_grad()
     def freeze(self) -> None:
         """Let plans come from the table as it is now. No run changes it any more, until `reset`."""
         self._frozen.fill_(1)
-        self._frozen_keys.copy_(self._shared.counts[:, COUNT_PLAN_KEY_A : COUNT_PLAN_KEY_B + 1])
+        self._frozen_keys.copy_(self._shared.counts[:, fields.COUNT_PLAN_KEY_A : fields.COUNT_PLAN_KEY_B + 1])
         self.rule.refit(self)
 
     @property
@@ -280,7 +270,7 @@ class ScaleState:
             "plan_scale": shared.plan_scale,
             "stats": torch.where(pending[:, None, None] & channel[:, None], shared.stats, 0.0),
             "pending": pending,
-            "keys": shared.counts[:, COUNT_KEY_MAX:],
+            "keys": shared.counts[:, fields.COUNT_KEY_MAX :],
         }
         return {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
 
@@ -300,10 +290,10 @@ class ScaleState:
         shared.plan.copy_(new["plan"])
         shared.plan_scale.copy_(new["plan_scale"])
         shared.stats.copy_(torch.where(pending[:, None, None], new["stats"], shared.stats))
-        shared.counts[:, COUNT_KEY_MAX:] = new["keys"]
+        shared.counts[:, fields.COUNT_KEY_MAX :] = new["keys"]
         # one call marks the open step as seen; the report must not count it
-        shared.counts[:, COUNT_CALLS] = pending.int()
-        self._totals[:, COUNT_CALLS] -= pending.long()
+        shared.counts[:, fields.COUNT_CALLS] = pending.int()
+        self._totals[:, fields.COUNT_CALLS] -= pending.long()
         self.rule.refit(self)
 
     def summary(self) -> list[dict]:
@@ -313,7 +303,7 @@ class ScaleState:
         below (in tiles that took a smaller scale), misfit (in heads whose centre and balance did not fit); of V's:
         clipped. lagged: query tiles with a softmax reference of the step before; redone: fraction of these repeated.
         """
-        totals = (self._totals + self._shared.counts[:, :COUNT_KEY_MAX]).cpu()
+        totals = (self._totals + self._shared.counts[:, : fields.COUNT_KEY_MAX]).cpu()
         known = (self._shared.plan_scale > 0).cpu()
         heads = [slice(first, first + site.kv_heads) for site, first in zip(self.sites, self._first_rows, strict=True)]
         return [
@@ -326,7 +316,7 @@ class ScaleState:
         q_amax, k_max, k_min, v_amax = self._shared.stats.unbind(1)
         reached = q_amax + k_max.abs() + k_min.abs() + v_amax * 0.0
         usable = torch.isfinite(torch.where(self._is_channel, reached, 0.0)).all(-1)
-        return (self._shared.counts[:, COUNT_CALLS] > 0) & usable
+        return (self._shared.counts[:, fields.COUNT_CALLS] > 0) & usable
 
     def _enter(self, u: float | torch.Tensor) -> torch.Tensor:
         """Return the bin of noise level u, int64 [1], and make it the running step's."""
@@ -379,7 +369,7 @@ class ScaleState:
 
     def _drain(self) -> None:
         """Add the step's counts to the totals, and clear the recording tensors for the next step."""
-        self._totals.add_(self._shared.counts[:, :COUNT_KEY_MAX])
+        self._totals.add_(self._shared.counts[:, : fields.COUNT_KEY_MAX])
         clear_step(self._shared.stats, self._shared.counts)
 
     def _plan(self, source: Source, kept: torch.Tensor | None = None) -> None:

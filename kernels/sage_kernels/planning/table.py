@@ -15,18 +15,8 @@ from bisect import bisect_right
 
 import torch
 
+from ..facts import state as fields
 from ..facts.recipe import CHANNEL_FLOOR, INT8_MAX, V_CODE
-from ..facts.state import (
-    PLAN_CENTER,
-    PLAN_K_WEIGHT,
-    PLAN_Q_WEIGHT,
-    PLAN_V_SCALE,
-    STAT_FIELDS,
-    STAT_K_MAX,
-    STAT_K_MIN,
-    STAT_Q_AMAX,
-    STAT_V_AMAX,
-)
 
 
 # A step disagrees with its plan if its keys or queries reach this many times further, or that many times less far.
@@ -71,15 +61,15 @@ def full_reach(margin: float) -> float:
 
 def key_reach(plan: torch.Tensor, stats: torch.Tensor, is_channel: torch.Tensor) -> torch.Tensor:
     """Return the largest code of a step's keys under the plan it ran with, fp32 [R]."""
-    center, weight = plan[:, PLAN_CENTER], plan[:, PLAN_K_WEIGHT]
-    furthest = torch.maximum(stats[:, STAT_K_MAX] - center, center - stats[:, STAT_K_MIN])
+    center, weight = plan[:, fields.PLAN_CENTER], plan[:, fields.PLAN_K_WEIGHT]
+    furthest = torch.maximum(stats[:, fields.STAT_K_MAX] - center, center - stats[:, fields.STAT_K_MIN])
     return torch.where(is_channel, furthest * weight, 0.0).amax(-1)
 
 
 def key_range(plan: torch.Tensor, stats: torch.Tensor, is_channel: torch.Tensor) -> torch.Tensor:
     """Return the same as `key_reach` if the plan had the centre of this step's keys, fp32 [R]."""
-    half = stats[:, STAT_K_MAX] * 0.5 - stats[:, STAT_K_MIN] * 0.5
-    return torch.where(is_channel, half * plan[:, PLAN_K_WEIGHT], 0.0).amax(-1)
+    half = stats[:, fields.STAT_K_MAX] * 0.5 - stats[:, fields.STAT_K_MIN] * 0.5
+    return torch.where(is_channel, half * plan[:, fields.PLAN_K_WEIGHT], 0.0).amax(-1)
 
 
 def agreeing(plan, plan_scale, stats, is_channel, margin: float) -> torch.Tensor:
@@ -91,9 +81,9 @@ def agreeing(plan, plan_scale, stats, is_channel, margin: float) -> torch.Tensor
     full = full_reach(margin)
     lowest, highest = full / OUTLIER_LIMIT, full * OUTLIER_LIMIT
     k = key_range(plan, stats, is_channel)
-    q = torch.where(is_channel, stats[:, STAT_Q_AMAX] * plan[:, PLAN_Q_WEIGHT], 0.0).amax(-1)
-    v = torch.where(is_channel, stats[:, STAT_V_AMAX], 0.0).amax(-1)
-    v_scale = plan[:, PLAN_V_SCALE].amax(-1)  # 0: no plan of V
+    q = torch.where(is_channel, stats[:, fields.STAT_Q_AMAX] * plan[:, fields.PLAN_Q_WEIGHT], 0.0).amax(-1)
+    v = torch.where(is_channel, stats[:, fields.STAT_V_AMAX], 0.0).amax(-1)
+    v_scale = plan[:, fields.PLAN_V_SCALE].amax(-1)  # 0: no plan of V
     v_fits = (v >= v_scale * (V_CODE / OUTLIER_LIMIT)) & (v <= v_scale * (V_CODE * OUTLIER_LIMIT))
     fits = (k >= lowest) & (k <= highest) & (q >= plan_scale * lowest) & (q <= plan_scale * highest)
     return (plan_scale > 0) & fits & (v_fits | (v_scale == 0))
@@ -101,11 +91,9 @@ def agreeing(plan, plan_scale, stats, is_channel, margin: float) -> torch.Tensor
 
 def widest(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     """Return the ranges that cover both statistics [R, 4, D]."""
-    fields = [
-        (torch.minimum if field == STAT_K_MIN else torch.maximum)(old[:, field], new[:, field])
-        for field in range(STAT_FIELDS)
-    ]
-    return torch.stack(fields, 1)
+    both = torch.maximum(old, new)
+    both[:, fields.STAT_K_MIN] = torch.minimum(old[:, fields.STAT_K_MIN], new[:, fields.STAT_K_MIN])
+    return both
 
 
 def _clamped(new: torch.Tensor, limit: torch.Tensor) -> torch.Tensor:
@@ -122,7 +110,7 @@ def moved(old: torch.Tensor, new: torch.Tensor, is_channel: torch.Tensor) -> tor
         return x.maximum(x.amax(-1, keepdim=True) * CHANNEL_FLOOR)  # a channel of zeros may come to life
 
     def middle_and_half(stats):
-        high, low = stats[:, STAT_K_MAX] * 0.5, stats[:, STAT_K_MIN] * 0.5
+        high, low = stats[:, fields.STAT_K_MAX] * 0.5, stats[:, fields.STAT_K_MIN] * 0.5
         return high + low, high - low
 
     (old_center, old_half), (center, half) = middle_and_half(old), middle_and_half(new)
@@ -132,10 +120,10 @@ def moved(old: torch.Tensor, new: torch.Tensor, is_channel: torch.Tensor) -> tor
     held_center = torch.where(room > 0, held_center, center)
     same = (held_half == half) & (held_center == center)
     result = torch.empty_like(new)
-    result[:, STAT_Q_AMAX] = _clamped(new[:, STAT_Q_AMAX], floored(old[:, STAT_Q_AMAX]))
-    result[:, STAT_K_MAX] = torch.where(same, new[:, STAT_K_MAX], held_center + held_half)
-    result[:, STAT_K_MIN] = torch.where(same, new[:, STAT_K_MIN], held_center - held_half)
-    result[:, STAT_V_AMAX] = _clamped(new[:, STAT_V_AMAX], floored(old[:, STAT_V_AMAX]))
+    result[:, fields.STAT_Q_AMAX] = _clamped(new[:, fields.STAT_Q_AMAX], floored(old[:, fields.STAT_Q_AMAX]))
+    result[:, fields.STAT_K_MAX] = torch.where(same, new[:, fields.STAT_K_MAX], held_center + held_half)
+    result[:, fields.STAT_K_MIN] = torch.where(same, new[:, fields.STAT_K_MIN], held_center - held_half)
+    result[:, fields.STAT_V_AMAX] = _clamped(new[:, fields.STAT_V_AMAX], floored(old[:, fields.STAT_V_AMAX]))
     return torch.where(is_channel[:, None], result, new)
 
 

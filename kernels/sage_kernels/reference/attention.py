@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import torch
 
+from ..facts import recipe as formats
+from ..facts import state as fields
 from ..facts.masking import FAINT, NO_MASKING, Masking, key_reach, log2_bias, visible
 from ..facts.numerics import (
     LOG2_E,
@@ -20,31 +22,9 @@ from ..facts.numerics import (
     sampled_balance,
     sampled_center,
 )
-from ..facts.recipe import (
-    DEFAULT_RECIPE,
-    LAGGED_EXPONENT,
-    LAGGED_HIGHEST,
-    LAGGED_LOWEST,
-    P_CODE_EXPONENT,
-    P_CODE_FALL,
-    P_CODE_LIMIT,
-    P_CODE_MAGIC,
-    P_EXPONENT,
-    P_EXPONENT_LIMIT,
-    P_SIGNED_EXPONENT,
-    RECIPES,
-)
+from ..facts.recipe import DEFAULT_RECIPE, RECIPES
 from ..facts.skipping import SkipState
-from ..facts.state import (
-    COUNT_REDONE,
-    COUNT_TRIED,
-    PLAN_V_SCALE,
-    STAT_K_MAX,
-    STAT_K_MIN,
-    HeadState,
-    keeps_row_max,
-    reads_row_max,
-)
+from ..facts.state import HeadState, keeps_row_max, reads_row_max
 from .plan import known_heads, plan_fits, planned_vectors, record_step, record_values
 from .quantize import ref_quantize, ref_rotate
 from .skipping import ref_skip_tiles
@@ -135,7 +115,7 @@ def ref_attention(
         planned_v = None
         if state is not None:
             rows = slice(int(state.row), int(state.row) + kv_heads)
-            planned_v = torch.where(known[:, None], state.plan[rows, PLAN_V_SCALE, :head_dim], 0.0)
+            planned_v = torch.where(known[:, None], state.plan[rows, fields.PLAN_V_SCALE, :head_dim], 0.0)
         values, v_scale, clipped = quantize_values(vf, seen, counts, planned_v)
         if state is not None:
             record_values(state, vf, counts, clipped)
@@ -170,7 +150,7 @@ def ref_attention(
                 round_ = None
                 if round_p and not is_int8:
                     round_ = round_to_e4m3 if is_fp8 else lambda p: p.to(pv_dtype(q.dtype)).float()
-                reference = _reference(s, P_EXPONENT if is_fp8 else 0.0)
+                reference = _reference(s, formats.P_EXPONENT if is_fp8 else 0.0)
                 if first_max:
                     reference = _first_max(s[:, :block_k], reference)
                 if keeps_max and state is not None:
@@ -216,7 +196,7 @@ def _masked_scores(s, shift, masking: Masking, b: int, h: int, rows) -> torch.Te
 def _reference(s, exponent: float) -> torch.Tensor:
     """Softmax reference (log2) [R, 1] that makes the largest P of a row 2^exponent."""
     top = s.amax(-1, keepdim=True)
-    return torch.where(top.abs() < P_EXPONENT_LIMIT, top - exponent, top)
+    return torch.where(top.abs() < formats.P_EXPONENT_LIMIT, top - exponent, top)
 
 
 def _to_midrange(center, state: HeadState, kv_head: int) -> torch.Tensor:
@@ -225,7 +205,7 @@ def _to_midrange(center, state: HeadState, kv_head: int) -> torch.Tensor:
     Row maxima are kept as max scores (log2) with K centred on the midrange: the centre itself is the midrange of an
     earlier call, and outliers move it from step to step, which would move every score of a row.
     """
-    high, low = state.stats[int(state.row) + kv_head, (STAT_K_MAX, STAT_K_MIN), : len(center)]
+    high, low = state.stats[int(state.row) + kv_head, (fields.STAT_K_MAX, fields.STAT_K_MIN), : len(center)]
     return center - (high * 0.5 + low * 0.5)
 
 
@@ -238,13 +218,13 @@ def _lagged(top, row_max, running, block_q: int, counts) -> torch.Tensor:
         running: [R, 1], the reference of the other tiles.
         counts: of the head, incremented.
     """
-    reference = torch.where(row_max.abs() < P_EXPONENT_LIMIT, row_max - LAGGED_EXPONENT, 0.0)
+    reference = torch.where(row_max.abs() < formats.P_EXPONENT_LIMIT, row_max - formats.LAGGED_EXPONENT, 0.0)
     rise = top - reference
     # a row that saw nothing, or a NaN, fits any
-    fits = (rise >= LAGGED_LOWEST) & (rise <= LAGGED_HIGHEST) | ~(top > -torch.inf)
+    fits = (rise >= formats.LAGGED_LOWEST) & (rise <= formats.LAGGED_HIGHEST) | ~(top > -torch.inf)
     fits = torch.nn.functional.pad(fits, (0, -len(fits) % block_q), value=True).unflatten(0, (-1, block_q)).all(1)
-    counts[COUNT_TRIED] += len(fits)
-    counts[COUNT_REDONE] += (~fits).sum().int()
+    counts[fields.COUNT_TRIED] += len(fits)
+    counts[fields.COUNT_REDONE] += (~fits).sum().int()
     fits = fits.repeat_interleave(block_q)[: len(top), None] & (top > -torch.inf)[:, None]
     return torch.where(fits, reference[:, None], running)
 
@@ -266,13 +246,13 @@ def _tile_rounding(s, reference, block_k: int):
     """
     tiles = torch.nn.functional.pad(s, (0, -s.shape[1] % block_k), value=-torch.inf).unflatten(1, (-1, block_k))
     top = tiles.amax(-1)
-    own = torch.where(top.abs() < P_CODE_LIMIT, top - P_CODE_EXPONENT, top)
-    own = own.maximum(own.cummax(1).values - P_CODE_FALL)
+    own = torch.where(top.abs() < formats.P_CODE_LIMIT, top - formats.P_CODE_EXPONENT, top)
+    own = own.maximum(own.cummax(1).values - formats.P_CODE_FALL)
     own = torch.where(own == -torch.inf, 0.0, own)
     j = torch.arange(block_k, device=s.device)
     halves, quarters, eighths = (bit.float() for bit in ((j ^ j // 8) % 2, j // 2 % 2, j // 4 % 2))
-    step = P_CODE_MAGIC + 1 / 16 + halves / 2 + quarters / 4 + eighths / 8
-    codes = torch.floor(torch.exp2(tiles - own[..., None]) + step) - P_CODE_MAGIC
+    step = formats.P_CODE_MAGIC + 1 / 16 + halves / 2 + quarters / 4 + eighths / 8
+    codes = torch.floor(torch.exp2(tiles - own[..., None]) + step) - formats.P_CODE_MAGIC
     rounded = codes * torch.exp2(own - torch.where(reference == -torch.inf, 0.0, reference))[..., None]
     return lambda _: rounded.flatten(1)[:, : s.shape[1]]
 
@@ -284,7 +264,7 @@ def _running_rounding(s, reference, block_k: int):
     """
     tiles = torch.nn.functional.pad(s, (0, -s.shape[1] % block_k), value=-torch.inf).unflatten(1, (-1, block_k))
     own = tiles.amax(-1).cummax(1).values
-    own = torch.where(own.abs() < P_CODE_LIMIT, own - P_SIGNED_EXPONENT, own)
+    own = torch.where(own.abs() < formats.P_CODE_LIMIT, own - formats.P_SIGNED_EXPONENT, own)
     own = torch.where(own == -torch.inf, 0.0, own)
     codes = torch.round(torch.exp2(tiles - own[..., None]))
     rounded = codes * torch.exp2(own - torch.where(reference == -torch.inf, 0.0, reference))[..., None]

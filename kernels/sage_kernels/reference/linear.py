@@ -12,7 +12,7 @@ from ..facts.recipe import AMAX_FLOOR, E4M3_MAX, GATED, INT8_MAX
 _SQRT_2_OVER_PI, _CUBIC = 0.7978845608028654, 0.044715
 
 
-def ref_quantize_activation(x, *, format, norm, weight, bias, eps, gain, shift, balance, beside=None):
+def ref_quantize_activation(x, format, norm, weight, bias, eps, gain, shift, balance, beside=None):
     """Compute `sage_kernels.quantize_activation`: codes [..., K] and scale fp32 [...] of x [..., K]."""
     x = x if beside is None else torch.cat([x, beside], -1)
     x = normalized(x.float(), norm, weight, bias, eps)
@@ -51,7 +51,7 @@ def quantize(x, format: str, amax=None):
     return y, amax / largest + lost
 
 
-def ref_quantized_linear(codes, scale, weight, weight_scale, bias, *, activation, gate, residual, dtype):
+def ref_quantized_linear(codes, scale, weight, weight_scale, bias, activation, gate, residual, dtype):
     """Compute `sage_kernels.quantized_linear`: [..., N].
 
     codes [..., K], scale [...], weight [N, K] and weight_scale [N].
@@ -61,7 +61,7 @@ def ref_quantized_linear(codes, scale, weight, weight_scale, bias, *, activation
     return _finished(sums * scale[..., None] * weight_scale, bias, activation, gate, residual, dtype)
 
 
-def ref_weight_only_linear(x, weight, weight_scale, bias, *, activation, gate, residual, dtype, batch_invariant=False):
+def ref_weight_only_linear(x, weight, weight_scale, bias, activation, gate, residual, dtype, batch_invariant=False):
     """Compute `sage_kernels.weight_only_linear`: [..., N] of x [..., K], codes [N, K] and scale [N]."""
     sums = (x.double() @ weight.double().mT).float()
     return _finished(sums * weight_scale, bias, activation, gate, residual, dtype)

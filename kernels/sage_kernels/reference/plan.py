@@ -4,37 +4,17 @@ from __future__ import annotations
 
 import torch
 
+from ..facts import state as fields
 from ..facts.numerics import LARGEST_QUERY, fit_tokens, padded_head_dim
 from ..facts.recipe import AMAX_FLOOR, FIT_LIMIT, FIT_SAMPLES, INT8_MAX, SHRINK_LIMIT
-from ..facts.state import (
-    COUNT_BELOW,
-    COUNT_CALLS,
-    COUNT_CLIPPED,
-    COUNT_DYNAMIC,
-    COUNT_KEY_MAX,
-    COUNT_KEY_MIN,
-    COUNT_KEYS,
-    COUNT_MISFIT,
-    COUNT_OUTSIDE,
-    COUNT_PLAN_KEY_A,
-    COUNT_PLAN_KEY_B,
-    PLAN_CENTER,
-    PLAN_K_WEIGHT,
-    PLAN_Q_WEIGHT,
-    STAT_K_MAX,
-    STAT_K_MIN,
-    STAT_Q_AMAX,
-    STAT_V_AMAX,
-    HeadState,
-    shape_key,
-)
+from ..facts.state import HeadState, shape_key
 
 
 def known_heads(state: HeadState, batch: int, seq_q: int, seq_kv: int, kv_heads: int, rotation: str) -> torch.Tensor:
     """Return the heads, bool [H_kv], that have a plan for this shape."""
     rows = slice(int(state.row), int(state.row) + kv_heads)
     key, counts = shape_key(batch, seq_q, seq_kv, rotation), state.counts[rows]
-    fits = (counts[:, COUNT_PLAN_KEY_A] == key) | (counts[:, COUNT_PLAN_KEY_B] == key)
+    fits = (counts[:, fields.COUNT_PLAN_KEY_A] == key) | (counts[:, fields.COUNT_PLAN_KEY_B] == key)
     return fits & (state.plan_scale[rows] > 0)
 
 
@@ -48,7 +28,8 @@ def plan_fits(qf, kf, counts, state: HeadState) -> torch.Tensor:
     head_dim, kv_heads = kf.shape[3], kf.shape[1]
     rows = slice(int(state.row), int(state.row) + kv_heads)
     plan = state.plan[None, rows, :, :head_dim]
-    center, k_weight, q_weight = (plan[:, :, i] for i in (PLAN_CENTER, PLAN_K_WEIGHT, PLAN_Q_WEIGHT))
+    center, k_weight = plan[:, :, fields.PLAN_CENTER], plan[:, :, fields.PLAN_K_WEIGHT]
+    q_weight = plan[:, :, fields.PLAN_Q_WEIGHT]
     extent = torch.tensor([kf.shape[2]], dtype=torch.int64, device=kf.device)
     counted = torch.ones_like(kf[:1, :1, :, 0], dtype=torch.bool) if counts is None else counts
     counted = counted.expand(kf.shape[0], kv_heads, -1)
@@ -82,20 +63,20 @@ def planned_vectors(state: HeadState, served, center, k_weight, q_weight):
     rows = slice(int(state.row), int(state.row) + served.shape[1])
     on = served[..., None, None]
     plan = state.plan[None, rows, :, None, : center.shape[3]]
-    fields = ((PLAN_CENTER, center), (PLAN_K_WEIGHT, k_weight), (PLAN_Q_WEIGHT, q_weight))
+    given = {fields.PLAN_CENTER: center, fields.PLAN_K_WEIGHT: k_weight, fields.PLAN_Q_WEIGHT: q_weight}
     scale = torch.where(on, state.plan_scale[None, rows, None, None], 0.0)
-    return scale, *(torch.where(on, plan[:, :, field], given) for field, given in fields)
+    return scale, *(torch.where(on, plan[:, :, field], own) for field, own in given.items())
 
 
 def record_values(state: HeadState, vf, counts, clipped) -> None:
     """Add the statistics of V [B, H, S, D] to those of this step, in place."""
     rows = slice(int(state.row), int(state.row) + vf.shape[1])
-    stats = state.stats[rows, STAT_V_AMAX, : vf.shape[3]]
+    stats = state.stats[rows, fields.STAT_V_AMAX, : vf.shape[3]]
     size = torch.where(torch.isfinite(vf), vf.abs(), 0.0)
     if counts is not None:
         size = torch.where(counts[..., None], size, 0.0)
     stats.copy_(torch.maximum(stats, size.amax((0, 2))))
-    state.counts[rows, COUNT_CLIPPED] += clipped.sum((0, 2, 3)).int()
+    state.counts[rows, fields.COUNT_CLIPPED] += clipped.sum((0, 2, 3)).int()
 
 
 def record_step(state: HeadState, qf, kf, x_k, planned, misfits, kept, rotation: str, block_k: int) -> None:
@@ -109,25 +90,25 @@ def record_step(state: HeadState, qf, kf, x_k, planned, misfits, kept, rotation:
     stats, counts = state.stats[rows, :, :head_dim], state.counts[rows]
     q_amax = qf.unflatten(1, (kv_heads, -1)).abs().amax((0, 2, 3))
     kept = torch.ones_like(kf[..., 0], dtype=torch.bool) if kept is None else kept.expand(batch, kv_heads, -1)
-    stats[:, STAT_Q_AMAX] = torch.maximum(stats[:, STAT_Q_AMAX], q_amax)
-    stats[:, STAT_K_MAX] = torch.maximum(
-        stats[:, STAT_K_MAX], kf.masked_fill(~kept[..., None], -torch.inf).amax((0, 2))
+    stats[:, fields.STAT_Q_AMAX] = torch.maximum(stats[:, fields.STAT_Q_AMAX], q_amax)
+    stats[:, fields.STAT_K_MAX] = torch.maximum(
+        stats[:, fields.STAT_K_MAX], kf.masked_fill(~kept[..., None], -torch.inf).amax((0, 2))
     )
-    stats[:, STAT_K_MIN] = torch.minimum(
-        stats[:, STAT_K_MIN], kf.masked_fill(~kept[..., None], torch.inf).amin((0, 2))
+    stats[:, fields.STAT_K_MIN] = torch.minimum(
+        stats[:, fields.STAT_K_MIN], kf.masked_fill(~kept[..., None], torch.inf).amin((0, 2))
     )
-    counts[:, COUNT_CALLS] += 1
-    counts[:, COUNT_DYNAMIC] += (planned[0, :, 0, 0] == 0).int()
-    counts[:, COUNT_OUTSIDE] += ((x_k.abs() > INT8_MAX) & (planned > 0)).sum((0, 2, 3)).int()
+    counts[:, fields.COUNT_CALLS] += 1
+    counts[:, fields.COUNT_DYNAMIC] += (planned[0, :, 0, 0] == 0).int()
+    counts[:, fields.COUNT_OUTSIDE] += ((x_k.abs() > INT8_MAX) & (planned > 0)).sum((0, 2, 3)).int()
     keys = torch.nn.functional.pad(kept, (0, -seq_kv % block_k)).unflatten(2, (-1, block_k)).sum(3)  # of each tile
     reach = torch.nn.functional.pad(x_k.abs().amax(3), (0, -seq_kv % block_k)).unflatten(2, (-1, block_k)).amax(3)
     below = (planned[..., 0] > 0) & (reach < SHRINK_LIMIT * INT8_MAX)
     for field, number in (
-        (COUNT_KEYS, keys.sum((0, 2))),
-        (COUNT_BELOW, (keys * below).sum((0, 2))),
-        (COUNT_MISFIT, (keys.sum(2) * misfits).sum(0)),
+        (fields.COUNT_KEYS, keys.sum((0, 2))),
+        (fields.COUNT_BELOW, (keys * below).sum((0, 2))),
+        (fields.COUNT_MISFIT, (keys.sum(2) * misfits).sum(0)),
     ):
         counts[:, field] += number.int() * padded_head_dim(head_dim)
     key = shape_key(batch, seq_q, seq_kv, rotation)
-    counts[:, COUNT_KEY_MAX].clamp_(min=key)
-    counts[:, COUNT_KEY_MIN].clamp_(max=key)
+    counts[:, fields.COUNT_KEY_MAX].clamp_(min=key)
+    counts[:, fields.COUNT_KEY_MIN].clamp_(max=key)

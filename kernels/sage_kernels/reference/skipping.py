@@ -4,28 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ..facts.skipping import (
-    CLOCK_BEGAN,
-    CLOCK_CALLS,
-    CLOCK_GAP,
-    CLOCK_LAST,
-    CLOCK_RUNNING,
-    FILL,
-    LARGEST_LEVEL,
-    LEVELS,
-    LOSS_UNIT,
-    NO_SHARE,
-    SHARE_SLACK,
-    TOTAL_BEYOND,
-    TOTAL_LARGEST,
-    TOTAL_LOST,
-    TOTAL_MEASURED,
-    TOTAL_TILES,
-    TOTAL_VISITED,
-    SkipState,
-    pack,
-    unpack,
-)
+from ..facts import skipping as fields
+from ..facts.skipping import SkipState, pack, unpack
 
 
 def ref_skip_tiles(q_int, row_scale, k_int, k_scale, skip: SkipState) -> torch.Tensor:
@@ -40,9 +20,9 @@ def ref_skip_tiles(q_int, row_scale, k_int, k_scale, skip: SkipState) -> torch.T
     repeat, seq_kv = heads // k_int.shape[1], k_int.shape[2]
     n_tiles, m_tiles = -(-seq_kv // skip.block_k), skip.lists.shape[2]
     now, limit = int(skip.now), float(skip.limit)
-    gap, call = now - int(skip.clock[CLOCK_LAST]), int(skip.clock[CLOCK_CALLS]) + 1
+    gap, call = now - int(skip.clock[fields.CLOCK_LAST]), int(skip.clock[fields.CLOCK_CALLS]) + 1
     void = gap >= skip.every
-    turns, step = min(skip.every, m_tiles), now - int(skip.clock[CLOCK_BEGAN])
+    turns, step = min(skip.every, m_tiles), now - int(skip.clock[fields.CLOCK_BEGAN])
     skipped = unpack(skip.lists, n_tiles)
     if void:
         skipped = torch.zeros_like(skipped)
@@ -66,15 +46,15 @@ def ref_skip_tiles(q_int, row_scale, k_int, k_scale, skip: SkipState) -> torch.T
                 skipped[b, h] &= measured[:, None]
             skip.alarms[1, b, h] = int(alarm)
     skip.lists.copy_(pack(skipped))
-    skip.clock[CLOCK_GAP], skip.clock[CLOCK_CALLS], skip.clock[CLOCK_RUNNING] = gap, call, call
+    skip.clock[fields.CLOCK_GAP], skip.clock[fields.CLOCK_CALLS], skip.clock[fields.CLOCK_RUNNING] = gap, call, call
     if limit > 0:
-        skip.clock[CLOCK_LAST] = now
+        skip.clock[fields.CLOCK_LAST] = now
         if void:
-            skip.clock[CLOCK_BEGAN] = now
+            skip.clock[fields.CLOCK_BEGAN] = now
     else:
         skipped = torch.zeros_like(skipped)
-    skip.totals[TOTAL_TILES] += skipped.numel()
-    skip.totals[TOTAL_VISITED] += (~skipped).sum()
+    skip.totals[fields.TOTAL_TILES] += skipped.numel()
+    skip.totals[fields.TOTAL_VISITED] += (~skipped).sum()
     return skipped
 
 
@@ -83,26 +63,27 @@ def ref_shares(scores: torch.Tensor, block_k: int) -> torch.Tensor:
     top = scores.amax(-1, keepdim=True)
     lse = top + torch.log2(torch.exp2(scores - top).sum(-1, keepdim=True))
     p = torch.nn.functional.pad(torch.exp2(scores - lse), (0, -scores.shape[-1] % block_k))
-    return torch.where(lse.isfinite(), p.unflatten(-1, (-1, block_k)).sum(-1), NO_SHARE)
+    return torch.where(lse.isfinite(), p.unflatten(-1, (-1, block_k)).sum(-1), fields.NO_SHARE)
 
 
 def ref_levels(shares: torch.Tensor) -> torch.Tensor:
     """Level of each tile's largest share of any row, int64 [tiles]. shares [R, tiles].
 
-    The share is at most 2^(-level / LEVELS).
+    The share is at most 2^(-level / fields.LEVELS).
     """
-    level = torch.floor(-LEVELS * torch.log2(shares.amax(0) * SHARE_SLACK))
-    return level.clamp(0, LARGEST_LEVEL).long()
+    level = torch.floor(-fields.LEVELS * torch.log2(shares.amax(0) * fields.SHARE_SLACK))
+    return level.clamp(0, fields.LARGEST_LEVEL).long()
 
 
 def ref_list(shares: torch.Tensor, limit: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose the key tiles to skip by the rows' shares [R, tiles]: bool [tiles], and the largest loss."""
     level = ref_levels(shares)
-    of_level = torch.exp2(torch.arange(LARGEST_LEVEL, -1, -1, device=level.device) / -LEVELS)
-    lost = (level.bincount(minlength=LARGEST_LEVEL + 1).flip(0) * of_level).cumsum(0)  # from the smallest shares on
-    fitting = int((lost <= limit * FILL).sum())  # number of levels whose tiles fit together
+    of_level = torch.exp2(torch.arange(fields.LARGEST_LEVEL, -1, -1, device=level.device) / -fields.LEVELS)
+    number = level.bincount(minlength=fields.LARGEST_LEVEL + 1).flip(0)
+    lost = (number * of_level).cumsum(0)  # from the smallest shares on
+    fitting = int((lost <= limit * fields.FILL).sum())  # number of levels whose tiles fit together
     bound = lost[fitting - 1] if fitting else lost.new_zeros(())
-    return level > LARGEST_LEVEL - fitting, bound
+    return level > fields.LARGEST_LEVEL - fitting, bound
 
 
 def _measure(shares, skipped, limit: float, totals) -> bool:
@@ -111,8 +92,8 @@ def _measure(shares, skipped, limit: float, totals) -> bool:
     shares [R, tiles], skipped bool [tiles]. The loss is that of the worst row.
     """
     lost = torch.where(skipped, shares, 0.0).sum(-1).amax()
-    totals[TOTAL_MEASURED] += 1
-    totals[TOTAL_BEYOND] += int(lost > limit)
-    totals[TOTAL_LOST] += int(lost / LOSS_UNIT)
-    totals[TOTAL_LARGEST] = max(int(totals[TOTAL_LARGEST]), int(lost.view(torch.int32)))
+    totals[fields.TOTAL_MEASURED] += 1
+    totals[fields.TOTAL_BEYOND] += int(lost > limit)
+    totals[fields.TOTAL_LOST] += int(lost / fields.LOSS_UNIT)
+    totals[fields.TOTAL_LARGEST] = max(int(totals[fields.TOTAL_LARGEST]), int(lost.view(torch.int32)))
     return bool(lost > limit)

@@ -8,6 +8,7 @@ import torch
 import sage_kernels
 import sage_kernels.reference
 from sage_kernels import HeadState, sage_attention
+from sage_kernels.facts.masking import NO_MASKING, make_masking
 from sage_kernels.planning.state import ScaleState, Site
 from sage_kernels.testing import assert_matches_reference, exact_attention, make_qkv, masked_keys
 
@@ -94,6 +95,10 @@ class Attend:
         state.advance(1.0, 0.9)
         return state.head_state(0)
 
+    def scaled(self, scaling: str, q, k, v, **masking) -> dict:
+        """Options of a scaling; "planned": with a state whose plan comes from these inputs under this masking."""
+        return {"state": self.planned(q, k, v, **masking)} if scaling == "planned" else {"scaling": scaling}
+
 
 def runs_fp8(tier: str) -> bool:
     """Whether the recipe with P and V in FP8 runs on a tier."""
@@ -121,6 +126,59 @@ def running(attend, recipe: str):
 def normal(batch, seq_q, seq_kv, heads, kv_heads, head_dim, dtype=torch.float16, seed=0):
     """q, k, v of N(0, 1)."""
     return make_qkv("normal", batch, seq_q, seq_kv, heads, kv_heads, head_dim, dtype=dtype, seed=seed)
+
+
+LAYOUTS = ("contiguous", "BHSD", "last_stride", "sliced", "every_other_channel", "every_other_token", "offset")
+
+
+def in_layout(x, layout: str) -> torch.Tensor:
+    """The values of x [B, S, H, D], laid out otherwise; what lies between them is NaN."""
+    if layout == "BHSD":
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
+    if layout == "last_stride":
+        outer = 2 if x.shape[2] > 1 else 1
+        return x.transpose(outer, 3).contiguous().transpose(outer, 3)
+    if layout == "sliced":  # rows start at odd multiples of an element
+        return torch.nn.functional.pad(x, (2, 3, 1, 0), value=torch.nan)[..., 1:, 2 : 2 + x.shape[3]]
+    if layout == "every_other_channel":
+        return torch.stack([x, torch.full_like(x, torch.nan)], -1).flatten(-2)[..., ::2]
+    if layout == "every_other_token":
+        return torch.stack([torch.full_like(x, torch.nan), x], 2).flatten(1, 2)[:, 1::2]
+    if layout == "offset":  # no 16-byte alignment: neither the copy engine nor wide loads apply
+        return torch.cat([x.new_full((1,), torch.nan), x.flatten()])[1:].view(x.shape)
+    return x
+
+
+def stored_values(device, shape, hidden: bool, pv: str, offset: float, **options):
+    """V [B, S, H, D] with a loud channel, a NaN and an inf, and what the prologue makes of it in 8 bit.
+
+    Returns: v, the keys that are seen bool [B, 1, S] or None, the codes as [B, H, width, S padded], and value_scale.
+    """
+    from sage_kernels._triton.primitives import head_width
+    from sage_kernels._triton.prologue.mask_tiles import launch_mask_tiles
+    from sage_kernels._triton.prologue.prologue import launch_prologue
+
+    batch, seq, heads, head_dim = shape
+    v = torch.randn(shape, generator=torch.Generator().manual_seed(0)).half() + offset
+    v[..., 3] *= 1000
+    v[0, 5, 0, 1], v[0, 6, 0, 2] = torch.nan, torch.inf
+    seen, masking = None, NO_MASKING
+    if hidden:
+        seen = key_padding([seq - 9] * batch, seq)
+        v[:, -9:], v[:, -4] = 6e4, torch.nan
+        masking, _ = make_masking(seen.to(device), False, None, 0.0, None, 70, seq)
+        seen = seen[:, :, 0]
+    width = head_width(head_dim)
+    mask = launch_mask_tiles(masking, heads, heads, 70, seq, 64, 64)
+    q, on_device = torch.zeros(batch, 70, heads, head_dim, dtype=v.dtype, device=device), v.to(device)
+    prepared = launch_prologue(
+        q, torch.zeros_like(on_device), on_device, mask=mask, return_center=False, block_n=64, width=width,
+        rotation="none", pv=pv, **options,
+    )  # fmt: skip
+    steps = -(-seq // prepared.values.shape[1])
+    codes = prepared.values.cpu().view(torch.int8).view(batch, heads, steps, width, 8, 4, 2, 2).transpose(-2, -3)
+    codes = codes.reshape(batch, heads, steps, width, 128).transpose(2, 3).flatten(3)  # back in order
+    return v, seen, codes.view(prepared.values.dtype), prepared.value_scale.cpu()
 
 
 def band_mask(seq_q: int, seq_kv: int, causal: str | bool = False, window: int | None = None) -> torch.Tensor:

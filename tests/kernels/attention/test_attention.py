@@ -15,7 +15,6 @@ from sage_kernels.testing import (
     exact_attention,
     make_qkv,
     relative_l1,
-    relative_l2,
     sqnr_db,
 )
 
@@ -48,16 +47,6 @@ def run_kernel(q, k, v, device, *, scaling="per_token", state=None, smooth_k=Tru
     return out, lse, {"block_q": tile.scale_rows, "block_k": tile.block_n}
 
 
-@pytest.mark.parametrize("scaling", sage_kernels.SCALINGS)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_kernel_matches_reference(shape, scaling, kernel_device):
-    for dtype in DTYPES["cuda" if kernel_device.type == "cuda" else "interpreter"]:
-        q, k, v = make_qkv("biased_keys", *SHAPES[shape], dtype=dtype)
-        out, lse, blocks = run_kernel(q, k, v, kernel_device, scaling=scaling)
-        assert out.dtype == dtype and out.is_contiguous()
-        assert_matches_reference(out, lse, q, k, v, scaling=scaling, **blocks)
-
-
 @pytest.mark.parametrize("shape", SHAPES)
 def test_planned_kernel_matches_reference_and_records_the_same(shape, kernel_device):
     batch, seq_q, seq_kv, heads, kv_heads, head_dim = SHAPES[shape]
@@ -79,31 +68,10 @@ def test_planned_kernel_matches_reference_and_records_the_same(shape, kernel_dev
         assert state.summary()[1]["known"]
 
 
-@pytest.mark.parametrize("smooth_k", [True, False])
-def test_lse_is_that_of_the_unsmoothed_scores(smooth_k, kernel_device):
-    q, k, v = make_qkv("biased_keys", 1, 70, 150, 2, 2, 64, dtype=torch.float16)
-    _, lse, _ = run_kernel(q, k, v, kernel_device, smooth_k=smooth_k)
-    _, exact = exact_attention(q, k, v)
-    assert (lse.cpu() - exact).abs().max() < 0.1  # INT8 noise; the bias alone shifts it by several
-
-
-def test_smoothing_does_not_change_the_result_of_biased_keys(kernel_device):
-    q, k, v = make_qkv("normal", 1, 64, 256, 2, 2, 64, dtype=torch.float16)
-    bias = 8 * torch.randn(1, 1, 2, 64).half()
-    exact, _ = exact_attention(q, k, v)
-    plain, _, _ = run_kernel(q, k, v, kernel_device)
-    biased, _, _ = run_kernel(q, k + bias, v, kernel_device)
-    unsmoothed, _, _ = run_kernel(q, k + bias, v, kernel_device, smooth_k=False)
-    assert relative_l2(biased, exact) < 1.5 * relative_l2(plain, exact)
-    assert relative_l2(unsmoothed, exact) > 2 * relative_l2(biased, exact)  # else the test could not fail
-
-
 @pytest.mark.parametrize("seq", [128, 640, 1024, 4096, pytest.param(16384, marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("scaling", ["per_block", "per_token"])
 def test_error_budget_against_exact_attention(scaling, seq):
     """The bar: relative L1 <= 1.5 % on N(0, 1), over everything and in the worst head; the worst row stays near."""
-    if seq > 4096 and not torch.cuda.is_available():
-        pytest.skip("needs a CUDA GPU")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rows = min(seq, 256)  # rows are independent of each other: the last ones do for the long sequences
     q, k, v = make_qkv(
@@ -195,10 +163,3 @@ def test_results_are_bitwise_repeatable(kernel_device):
     first = steps()
     for _ in range(20 if kernel_device.type == "cuda" else 2):
         assert all(torch.equal(a, b) for a, b in zip(first, steps(), strict=True))
-
-
-def test_E07_a_sample_alone_equals_the_sample_in_a_batch_bitwise(kernel_device):
-    q, k, v = make_qkv("biased_keys", 3, 70, 130, 2, 2, 64, dtype=torch.float16)
-    together, _, _ = run_kernel(q, k, v, kernel_device)
-    alone, _, _ = run_kernel(q[1:2], k[1:2], v[1:2], kernel_device)
-    assert torch.equal(together[1:2], alone)

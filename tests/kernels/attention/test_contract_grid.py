@@ -61,13 +61,3 @@ def run_grid(attend: Attend, head_dim, mode, dtype, lengths, groups):
 def test_grid_kernel_is_within_flash_attentions_rule(head_dim, mode, dtype, attend):
     attend.reference_device = attend.device
     run_grid(attend, head_dim, mode, dtype, LENGTHS[::-1], HEADS)
-
-
-@pytest.mark.parametrize("tier", ["interpreter"], indirect=True)
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(
-    ("head_dim", "lengths"),
-    [(40, ((1, 1), (65, 65))), (64, ((64, 64), (113, 203))), (160, ((63, 63),)), (256, ((65, 65),))],
-)
-def test_grid_corner_in_the_interpreter(head_dim, lengths, mode, attend):
-    run_grid(attend, head_dim, mode, torch.float16, lengths, ("GQA",))

@@ -15,15 +15,17 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 NAN, INF = float("nan"), float("inf")
 BAR = 0.015  # relative L1 of the recipe on N(0, 1), per head
+each_scaling = pytest.mark.parametrize("scaling", [*SCALINGS, "planned"])
 
 
 def seeded(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def check_both(attend, q, k, v, mask, *, exponent=64.0, **options):
+def check_both(attend, q, k, v, mask, *, scaling="per_token", **options):
     """Against the reference, and against exact attention under the mask that the options stand for."""
-    out, lse = attend.check(q, k, v, exponent=exponent, **options)
+    masking = {n: options[n] for n in ("attn_mask", "causal", "window") if n in options}
+    out, lse = attend.check(q, k, v, **attend.scaled(scaling, q, k, v, **masking), **options)
     extra = {n: options[n] for n in ("softcap", "sinks", "scale") if n in options}
     exact, exact_lse = exact_attention(q, k, v, mask=mask, **extra)
     assert relative_l1(out, exact, (1, 3)).max() <= BAR, options
@@ -46,24 +48,22 @@ def test_exact_attention_is_sdpa():
         torch.testing.assert_close(exact_attention(q, k, v, mask=mask)[0], sdpa.transpose(1, 2))
 
 
-@pytest.mark.parametrize("scaling", [*SCALINGS, "planned"])
+@each_scaling
 def test_M01_bool_mask_hides_half_the_keys(scaling, attend):
     q, k, v = normal(1, 40, 200, 2, 2, 64)
     mask = (seeded(1, 2, 40, 200) > 0).index_fill(3, torch.tensor([0]), True)
-    options = {"state": attend.planned(q, k, v)} if scaling == "planned" else {"scaling": scaling}
-    out, _ = check_both(attend, q, k, v, mask, attn_mask=mask, **options)
+    out, _ = check_both(attend, q, k, v, mask, attn_mask=mask, scaling=scaling)
     assert relative_l2(attend(q, k, v)[0], out) > 0.3
 
 
-@pytest.mark.parametrize("scaling", [*SCALINGS, "planned"])
+@each_scaling
 def test_M02_finite_float_bias_is_added_to_the_scores(scaling, attend):
     """A kernel that works in base 2 must scale the bias too; masks of 0 and -inf hide it when it forgets."""
     q, k, v = normal(1, 40, 200, 2, 1, 64)
     bias = 2 * seeded(1, 2, 40, 200)
-    options = {"state": attend.planned(q, k, v)} if scaling == "planned" else {"scaling": scaling}
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         mask = bias.to(dtype)
-        check_both(attend, q, k, v, mask, attn_mask=mask, **options)
+        check_both(attend, q, k, v, mask, attn_mask=mask, scaling=scaling)
     wrong, _ = exact_attention(q, k, v, mask=bias / 1.4426950408889634)
     assert relative_l1(wrong, exact_attention(q, k, v, mask=bias)[0]) > 5 * BAR  # else the test could not fail
 
@@ -158,27 +158,21 @@ HIDING = {  # how the keys from 70 on are hidden from every row
 }
 
 
-@pytest.mark.parametrize("scaling", [*SCALINGS, "planned"])
+@each_scaling
 @pytest.mark.parametrize("how", HIDING)
 def test_M09_M10_what_no_row_sees_may_hold_anything(how, scaling, attend):
     """Bitwise: hidden keys take no part in smoothing, scales, statistics or sums."""
     q, k, v = normal(2, 40, 100, 1, 1, 32)
-    states = []
-    if scaling == "planned":
-        states = [attend.planned(q, k, v, **HIDING[how]) for _ in range(4)]
-    fills = [(None, None), (2000.0, 2000.0), (NAN, NAN), (INF, -INF)]
-    results = []
-    for i, (in_k, in_v) in enumerate(fills):
+    first = None
+    for fill in (None, (2000.0, 2000.0), (NAN, NAN), (INF, -INF)):
         bad_k, bad_v = k.clone(), v.clone()
-        if in_k is not None:
-            bad_k[:, 70:], bad_v[:, 70:] = in_k, in_v
-        options = {"state": states[i]} if states else {"scaling": scaling}
-        results.append(attend(q, bad_k, bad_v, **options, **HIDING[how]))
-    for i, (out, lse) in enumerate(results):
-        assert torch.equal(out, results[0][0]) and torch.equal(lse, results[0][1]), fills[i]
-        if states:
-            assert all(torch.equal(a, b) for a, b in zip(states[i], states[0], strict=True)), fills[i]
-    assert torch.isfinite(results[0][0]).all()
+        if fill is not None:
+            bad_k[:, 70:], bad_v[:, 70:] = fill
+        options = attend.scaled(scaling, q, k, v, **HIDING[how])
+        found = (*attend(q, bad_k, bad_v, **options, **HIDING[how]), *options.get("state", ()))
+        first = first or found
+        assert all(torch.equal(a, b) for a, b in zip(found, first, strict=True)), fill
+    assert torch.isfinite(first[0]).all()
 
 
 def test_M10_hidden_keys_in_the_middle_and_per_head(attend):
@@ -201,14 +195,13 @@ def test_M10_keys_before_every_window_may_hold_anything(window, attend):
     assert torch.equal(attend(q, k, v, causal="bottom_right", window=window)[0], clean)
 
 
-@pytest.mark.parametrize("scaling", [*SCALINGS, "planned"])
+@each_scaling
 @pytest.mark.parametrize("rule", ["top_left", "bottom_right"])
 @pytest.mark.parametrize("lengths", [(70, 150), (129, 129), (150, 70)])
 def test_K01_K03_causal_rules(lengths, rule, scaling, attend):
     seq_q, seq_kv = lengths
     q, k, v = normal(1, seq_q, seq_kv, 2, 1, 32)
-    options = {"state": attend.planned(q, k, v, causal=rule)} if scaling == "planned" else {"scaling": scaling}
-    out, lse = check_both(attend, q, k, v, band_mask(seq_q, seq_kv, rule), causal=rule, **options)
+    out, lse = check_both(attend, q, k, v, band_mask(seq_q, seq_kv, rule), causal=rule, scaling=scaling)
     if rule == "bottom_right" and seq_q > seq_kv:
         assert (out[:, : seq_q - seq_kv] == 0).all() and (lse[:, : seq_q - seq_kv] == -INF).all()
         assert (lse[:, seq_q - seq_kv :] > -INF).all()
@@ -237,7 +230,7 @@ def test_K04_the_future_changes_no_bit_without_smoothing(attend):
         assert not torch.equal(after[:, position:], before[:, position:])
 
 
-@pytest.mark.parametrize("scaling", [*SCALINGS, "planned"])
+@each_scaling
 def test_K04_the_future_changes_no_more_than_rounding_otherwise(scaling, attend):
     """Smoothing and shared scales come from all keys: earlier rows keep their value, within the recipe's error."""
     q, k, v = normal(1, 150, 150, 2, 2, 32)
@@ -246,22 +239,21 @@ def test_K04_the_future_changes_no_more_than_rounding_otherwise(scaling, attend)
         x[:, 100:] = seeded(*x[:, 100:].shape, seed=1).half()
     outs = []
     for inputs in ((q, k, v), changed):
-        options = {"state": attend.planned(*inputs, causal=True)} if scaling == "planned" else {"scaling": scaling}
+        options = attend.scaled(scaling, *inputs, causal=True)
         outs.append(attend(*inputs, causal=True, **options)[0][:, :100])
     exact, _ = exact_attention(q, k, v, mask=band_mask(150, 150, True))
     for out in outs:
         assert relative_l1(out, exact[:, :100], (1, 3)).max() <= BAR
 
 
-@pytest.mark.parametrize("scaling", [*SCALINGS, "planned"])
+@each_scaling
 @pytest.mark.parametrize("causal", [False, "top_left", "bottom_right"])
 @pytest.mark.parametrize("window", [1, 20, 64, 1000])
 def test_window_shows_the_keys_on_its_side(window, causal, scaling, attend):
     for seq_q, seq_kv in ((150, 150),) if not causal else ((150, 150), (70, 150), (150, 70)):
         q, k, v = normal(1, seq_q, seq_kv, 1, 1, 32)
         options = {"causal": causal, "window": window}
-        extra = {"state": attend.planned(q, k, v, **options)} if scaling == "planned" else {"scaling": scaling}
-        check_both(attend, q, k, v, band_mask(seq_q, seq_kv, causal, window), **options, **extra)
+        check_both(attend, q, k, v, band_mask(seq_q, seq_kv, causal, window), scaling=scaling, **options)
 
 
 @pytest.mark.parametrize("scaling", ["per_token", "per_block", "planned"])
@@ -269,8 +261,7 @@ def test_window_and_mask_hide_together(scaling, attend):
     q, k, v = normal(2, 100, 100, 1, 1, 32)
     padding = key_padding([100, 60], 100)
     options = {"attn_mask": padding, "window": 30}
-    extra = {"state": attend.planned(q, k, v, **options)} if scaling == "planned" else {"scaling": scaling}
-    check_both(attend, q, k, v, band_mask(100, 100, False, 30) & padding, **options, **extra)
+    check_both(attend, q, k, v, band_mask(100, 100, False, 30) & padding, scaling=scaling, **options)
 
 
 def test_a_window_hides_what_a_bias_shows(attend):
@@ -280,7 +271,7 @@ def test_a_window_hides_what_a_bias_shows(attend):
     check_both(attend, q, k, v, mask, attn_mask=bias, window=30)
 
 
-@pytest.mark.parametrize("scaling", [*SCALINGS, "planned"])
+@each_scaling
 @pytest.mark.parametrize("masking", ["full", "causal", "bias"])
 def test_softcap_is_that_of_the_true_scores(masking, scaling, attend):
     """tanh is not invariant to smoothing: what smoothing took from a score must be back before the cap."""
@@ -290,13 +281,12 @@ def test_softcap_is_that_of_the_true_scores(masking, scaling, attend):
     mask = {"full": None, "causal": band_mask(40, 100, "bottom_right"), "bias": bias}[masking]
     options = {"full": {}, "causal": {"causal": "bottom_right"}, "bias": {"attn_mask": bias}}[masking]
     for softcap in (2.0, 50.0):
-        extra = {"state": attend.planned(q, k, v, **options)} if scaling == "planned" else {"scaling": scaling}
-        check_both(attend, q, k, v, mask, softcap=softcap, **options, **extra)
+        check_both(attend, q, k, v, mask, softcap=softcap, scaling=scaling, **options)
     uncapped, _ = exact_attention(q, k, v, mask=mask)
     assert relative_l1(uncapped, exact_attention(q, k, v, mask=mask, softcap=2.0)[0]) > 5 * BAR
 
 
-@pytest.mark.parametrize("scaling", [*SCALINGS, "planned"])
+@each_scaling
 @pytest.mark.parametrize("masking", ["full", "causal", "nothing visible", "softcap"])
 def test_sinks_take_part_in_the_softmax_and_the_lse(masking, scaling, attend):
     q, k, v = normal(1, 40, 100, 4, 2, 32)
@@ -310,9 +300,8 @@ def test_sinks_take_part_in_the_softmax_and_the_lse(masking, scaling, attend):
         "nothing visible": {"attn_mask": nothing},
         "softcap": {"softcap": 3.0},
     }[masking]
-    extra = {"state": attend.planned(q, k, v, **options)} if scaling == "planned" else {"scaling": scaling}
     for dtype in (torch.float32, torch.bfloat16):
-        check_both(attend, q, k, v, mask, sinks=sinks.to(dtype), **options, **extra)
+        check_both(attend, q, k, v, mask, sinks=sinks.to(dtype), scaling=scaling, **options)
     if masking == "full":
         out, lse = attend(q, k, v, sinks=sinks)
         plain, plain_lse = attend(q, k, v)

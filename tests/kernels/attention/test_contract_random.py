@@ -9,28 +9,12 @@ from hypothesis import strategies as st
 
 from sage_kernels import DEFAULT_RECIPE, RECIPES, SCALINGS, new_head_state
 from sage_kernels.testing import FAMILIES, FP32_ROUNDING, exact_attention, make_qkv
-from tests.kernels.attention.attention_cases import band_mask
+from tests.kernels.attention.attention_cases import LAYOUTS, band_mask, in_layout
 
 
 HEAD_DIMS = (8, 13, 16, 24, 32, 40, 59, 64, 72, 80, 96)
-LAYOUTS = ("contiguous", "BHSD", "last_stride", "sliced", "every_other_token", "offset")
 SENTINEL = -1e4  # what models write for "hidden" in fp16
 SENTINEL_EXPONENT = 1.5e4  # its size in base 2: scores are formed beside it where a row has nothing else
-
-
-def in_layout(x, layout):
-    """The values of x [B, S, H, D], laid out otherwise; what lies between them is NaN."""
-    if layout == "BHSD":
-        return x.transpose(1, 2).contiguous().transpose(1, 2)
-    if layout == "last_stride":
-        return x.transpose(1, 3).contiguous().transpose(1, 3)
-    if layout == "sliced":
-        return torch.nn.functional.pad(x, (2, 3, 1, 0), value=torch.nan)[..., 1:, 2 : 2 + x.shape[3]]
-    if layout == "every_other_token":
-        return torch.stack([x, torch.full_like(x, torch.nan)], 2).flatten(1, 2)[:, ::2]
-    if layout == "offset":
-        return torch.cat([x.new_full((1,), torch.nan), x.flatten()])[1:].view(x.shape)
-    return x
 
 
 @st.composite
@@ -147,6 +131,9 @@ def random_calls(number: int):
     return decorate
 
 
+STUDIED = pytest.mark.parametrize("recipe", [recipe.name for recipe in RECIPES.values() if recipe.study])
+
+
 @random_calls(30)
 def test_random_calls_match_the_reference(call, attend):
     check(call, attend)
@@ -159,7 +146,7 @@ def test_many_random_calls_match_the_reference(call, attend):
 
 
 @pytest.mark.usefixtures("true_fp8")
-@pytest.mark.parametrize("recipe", [recipe.name for recipe in RECIPES.values() if recipe.study])
+@STUDIED
 @random_calls(10)
 def test_random_calls_of_the_recipes_to_compare_with_match_the_reference(call, recipe, attend):
     check_recipe(call, recipe, attend)
@@ -167,7 +154,7 @@ def test_random_calls_of_the_recipes_to_compare_with_match_the_reference(call, r
 
 @pytest.mark.slow("three times as many")
 @pytest.mark.usefixtures("true_fp8")
-@pytest.mark.parametrize("recipe", [recipe.name for recipe in RECIPES.values() if recipe.study])
+@STUDIED
 @random_calls(30)
 def test_many_random_calls_of_the_recipes_to_compare_with_match_the_reference(call, recipe, attend):
     check_recipe(call, recipe, attend)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import subprocess
-import sys
 import textwrap
 
 import pytest
@@ -16,7 +14,6 @@ from sage_kernels import new_head_state, sage_attention
 from sage_kernels.facts.masking import NO_MASKING
 from sage_kernels.testing import exact_attention, relative_l1
 from tests.kernels.attention.attention_cases import key_padding, normal
-from tests.support.repository import ROOT
 
 
 BAR = 0.015  # relative L1 of the recipe on N(0, 1)
@@ -24,18 +21,6 @@ BAR = 0.015  # relative L1 of the recipe on N(0, 1)
 
 def cuda(*inputs):
     return tuple(x.to("cuda") for x in inputs)
-
-
-@pytest.fixture
-def two_gpus():
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two CUDA GPUs")
-
-
-@pytest.fixture
-def gpu():
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA GPU")
 
 
 def masked_options(seq_q, seq_kv, heads, device):
@@ -55,7 +40,7 @@ def masked_options(seq_q, seq_kv, heads, device):
 @pytest.mark.gpu
 @pytest.mark.two_gpus
 @pytest.mark.parametrize("which", ["k", "v", "attn_mask", "sinks", "state"])
-def test_E02_inputs_on_different_gpus_raise(which, two_gpus):
+def test_E02_inputs_on_different_gpus_raise(which):
     q, k, v = normal(1, 70, 70, 2, 2, 64)
     inputs = {"q": q.to("cuda:0"), "k": k.to("cuda:0"), "v": v.to("cuda:0")}
     other = {
@@ -73,7 +58,7 @@ def test_E02_inputs_on_different_gpus_raise(which, two_gpus):
 
 @pytest.mark.gpu
 @pytest.mark.two_gpus
-def test_E03_tensors_on_a_gpu_that_is_not_the_current_one(two_gpus):
+def test_E03_tensors_on_a_gpu_that_is_not_the_current_one():
     q, k, v = normal(2, 100, 140, 2, 2, 64)
     assert torch.cuda.current_device() == 0
     for options in masked_options(100, 140, 2, "cuda:1"):
@@ -88,7 +73,7 @@ def test_E03_tensors_on_a_gpu_that_is_not_the_current_one(two_gpus):
 
 
 @pytest.mark.gpu
-def test_E04_all_work_runs_on_the_current_stream(gpu):
+def test_E04_all_work_runs_on_the_current_stream():
     """Inputs are written on a side stream, after a sleep: a helper on another stream would read what was before."""
     first, second = (cuda(*normal(2, 200, 200, 2, 2, 64, seed=seed)) for seed in (0, 1))
     for options in masked_options(200, 200, 2, "cuda"):
@@ -110,7 +95,7 @@ def test_E04_all_work_runs_on_the_current_stream(gpu):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", range(8))
-def test_E05_a_cuda_graph_replays_with_new_data(case, gpu):
+def test_E05_a_cuda_graph_replays_with_new_data(case):
     """Bitwise, with masks that change between replays and with a planned state, whose statistics are recorded too."""
     options = (masked_options(200, 200, 2, "cuda") + [{}])[case]
     from sage_kernels.planning.state import ScaleState, Site
@@ -150,7 +135,7 @@ def test_E05_a_cuda_graph_replays_with_new_data(case, gpu):
 @pytest.mark.gpu
 @pytest.mark.parametrize("scaling", ["per_token", "per_block", "planned"])
 @pytest.mark.parametrize("masking", [{}, {"causal": True}, {"attn_mask": key_padding([150] * 60, 160)}])
-def test_E06_250_repeats_of_a_batch_of_60_give_the_same_bits(masking, scaling, gpu):
+def test_E06_250_repeats_of_a_batch_of_60_give_the_same_bits(masking, scaling):
     """FlashAttention's test for races: many programs at once, many times."""
     q, k, v = cuda(*normal(60, 160, 160, 4, 2, 64))
     options = {n: x.to("cuda") if isinstance(x, torch.Tensor) else x for n, x in masking.items()}
@@ -219,18 +204,16 @@ def test_E09_small_shared_memory_gets_smaller_tiles(monkeypatch):
 
 def in_a_fresh_process(code: str, tmp_path) -> str:
     """Output of `code` in a new interpreter, whose Triton cache is empty."""
-    program = f"import sys; sys.path[:0] = {[str(ROOT), str(ROOT / 'kernels')]!r}\n" + textwrap.dedent(code)
-    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path / "cache")}
-    environment.pop("TRITON_INTERPRET", None)
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=False
-    )
+    pytest.importorskip("triton", reason="triton is not installed")
+    from tests.support.recording_driver import run
+
+    done = run(textwrap.dedent(code), tmp_path)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
 
 @pytest.mark.gpu
-def test_E11_out_of_memory_leaves_the_state_and_a_retry_works(gpu, tmp_path):
+def test_E11_out_of_memory_leaves_the_state_and_a_retry_works(tmp_path):
     code = """
         import torch
         from sage_kernels import new_head_state, sage_attention
@@ -272,7 +255,7 @@ COLD = """
 
 
 @pytest.mark.gpu
-def test_T05_8_threads_with_a_cold_cache_give_the_same_bits(gpu, tmp_path):
+def test_T05_8_threads_with_a_cold_cache_give_the_same_bits(tmp_path):
     code = (
         COLD
         + """
@@ -297,13 +280,11 @@ def test_T05_8_threads_with_a_cold_cache_give_the_same_bits(gpu, tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_T06_8_processes_with_a_cold_cache_and_fork_after_import(method, gpu, tmp_path):
+def test_T06_8_processes_with_a_cold_cache_and_fork_after_import(method, tmp_path):
     """Importing must touch no GPU: CUDA can't be used in a fork of a process that did."""
-    script = tmp_path / "work.py"
-    script.write_text(
-        f"import sys; sys.path[:0] = {[str(ROOT), str(ROOT / 'kernels')]!r}\n"
-        + textwrap.dedent(COLD)
-        + textwrap.dedent(f"""
+    code = (
+        COLD
+        + f"""
     import multiprocessing
 
     def work(_):
@@ -316,11 +297,9 @@ def test_T06_8_processes_with_a_cold_cache_and_fork_after_import(method, gpu, tm
         assert all(result == results[0] for result in results), results
         assert results[0] == work(0)
         print("same")
-    """)
+    """
     )
-    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path / "cache")}
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0 and done.stdout.strip() == "same", done.stderr
+    assert in_a_fresh_process(code, tmp_path) == "same"
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
@@ -339,7 +318,7 @@ def test_T06_fork_after_import_runs_on_the_cpu(tmp_path):
 
 
 @pytest.mark.gpu
-def test_E01_cpu_and_gpu_give_the_same_result_within_rounding(gpu):
+def test_E01_cpu_and_gpu_give_the_same_result_within_rounding():
     """The reference on the CPU and the kernels on the GPU are the same op: nothing but rounding of P is between."""
     q, k, v = normal(2, 200, 300, 4, 2, 64)
     on_cpu = sage_attention(q, k, v)

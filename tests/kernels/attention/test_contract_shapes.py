@@ -7,7 +7,7 @@ import torch
 
 from sage_kernels import SCALINGS, new_head_state, sage_attention
 from sage_kernels.testing import exact_attention, relative_l1
-from tests.kernels.attention.attention_cases import key_padding, normal, without_interpreter
+from tests.kernels.attention.attention_cases import LAYOUTS, in_layout, key_padding, normal, without_interpreter
 
 
 # the interpreter is numpy: it warns where a GPU returns inf
@@ -97,23 +97,6 @@ def test_S10_query_heads_read_their_key_value_head(heads, kv_heads, attend):
     assert torch.equal(attend(q, k, v)[0], attend(q, *repeated)[0])
 
 
-def strided(x, layout):
-    """The values of x [B, S, H, D] in another memory layout."""
-    if layout == "BHSD":
-        return x.transpose(1, 2).contiguous().transpose(1, 2)
-    if layout == "last_stride":
-        return x.transpose(2, 3).contiguous().transpose(2, 3)
-    if layout == "every_other_channel":
-        return torch.stack([x, torch.full_like(x, 9.0)], -1).flatten(-2)[..., ::2]
-    if layout == "every_other_token":
-        return torch.stack([torch.full_like(x, 9.0), x], 2).flatten(1, 2)[:, 1::2]
-    if layout == "one_element_off":  # no 16-byte alignment: neither the copy engine nor wide loads apply
-        return torch.cat([x.new_full((1,), 9.0), x.flatten()])[1:].view(x.shape)
-    if layout == "padded_rows":  # rows start at odd multiples of two bytes
-        return torch.nn.functional.pad(x, (0, 3), value=9.0)[..., : x.shape[3]]
-    raise ValueError(layout)
-
-
 @pytest.fixture(scope="module")
 def contiguous():
     """What calls on contiguous inputs gave: (tier, head_dim, call) → results, which all layouts are held against."""
@@ -121,10 +104,7 @@ def contiguous():
 
 
 @pytest.mark.parametrize("head_dim", [40, 64])
-@pytest.mark.parametrize(
-    "layout",
-    ["BHSD", "last_stride", "every_other_channel", "every_other_token", "one_element_off", "padded_rows", "packed"],
-)
+@pytest.mark.parametrize("layout", [*LAYOUTS[1:], "packed"])
 def test_L01_L03_L05_L09_strides_change_no_bit_and_inputs_stay_as_they_are(layout, head_dim, attend, contiguous):
     seq = 40 if attend.tier == "interpreter" else 200
     plain = [x.to(attend.device) for x in normal(2, seq, seq, 2, 2, head_dim)]
@@ -132,7 +112,7 @@ def test_L01_L03_L05_L09_strides_change_no_bit_and_inputs_stay_as_they_are(layou
         inputs = torch.cat(plain, 3).chunk(3, 3)
         assert not inputs[1].is_contiguous()
     else:
-        inputs = [strided(x, layout) for x in plain]
+        inputs = [in_layout(x, layout) for x in plain]
     kept = [x.clone() for x in inputs]
     mask = key_padding([seq, seq - 20], seq)
     for number, options in enumerate(({}, {"attn_mask": mask}, {"causal": True, "scaling": "per_block"})):
@@ -244,8 +224,6 @@ def test_L06_strides_beyond_2_31_elements(planned, attend):
 @pytest.mark.parametrize("planned", [False, True])
 def test_L06_L07_more_than_2_31_elements_and_65535_heads(planned):
     """B·H·N·D > 2^31 and B·H = 524 800: the last samples are those computed alone."""
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA GPU")
     generator = torch.Generator("cuda").manual_seed(0)
     q, k, v = (
         torch.randn(8200, 64, 64, 64, dtype=torch.float16, device="cuda", generator=generator) for _ in range(3)
@@ -264,8 +242,6 @@ def test_L06_L07_more_than_2_31_elements_and_65535_heads(planned):
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"scaling": "per_block"}])
 def test_L07_more_than_65536_tokens(options):
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA GPU")
     q, k, v = (x.to("cuda") for x in normal(1, 70_000, 70_000, 1, 1, 64))
     out = sage_attention(q, k, v, **options)[:, -256:].cpu()
     exact, _ = exact_attention(q[:, -256:], k, v, mask=_last_rows(256, 70_000) if options.get("causal") else None)
@@ -278,8 +254,6 @@ def _last_rows(rows, seq):
 
 @pytest.mark.gpu
 def test_L07_one_token_in_70000_heads():
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA GPU")
     q, k, v = (torch.randn(70_000, 1, 1, 64, dtype=torch.float16, device="cuda") for _ in range(3))
     assert torch.equal(sage_attention(q, k, v), v)  # one key: its value
 

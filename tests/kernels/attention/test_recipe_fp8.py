@@ -6,13 +6,12 @@ import pytest
 import torch
 
 from sage_kernels import new_head_state, sage_attention
-from sage_kernels.facts.masking import NO_MASKING
 from sage_kernels.facts.numerics import quantize_values, round_to_e4m3
 from sage_kernels.facts.recipe import LAGGED_EXPONENT, LAGGED_LOWEST
 from sage_kernels.facts.state import COUNT_CLIPPED, COUNT_REDONE, COUNT_TRIED, STAT_V_AMAX, HeadState
 from sage_kernels.planning.state import ScaleState, Site
 from sage_kernels.testing import exact_attention, relative_l2
-from tests.kernels.attention.attention_cases import FP8, MASKS, SHAPES, key_padding, normal, running, runs_fp8
+from tests.kernels.attention.attention_cases import FP8, key_padding, normal, running, runs_fp8, stored_values
 from tests.kernels.attention.test_softmax_reference import LOGITS, RAMP, climbing
 
 
@@ -21,7 +20,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 NAN, INF = float("nan"), float("inf")
 BAR = 0.042  # relative L2 of the recipe on N(0, 1)
-ROUNDING = 2.0**-4  # largest relative error of one rounding to e4m3
 
 
 @pytest.fixture
@@ -57,70 +55,17 @@ def test_v_is_stored_transposed_and_permuted_with_the_codes_of_the_reference(sha
     """stateful: with a state that has no plan yet, so that each program looks for the largest values itself."""
     if not runs_fp8(kernel_device.type):
         pytest.skip("needs a GPU of compute capability 8.9 or newer")
-    from sage_kernels._triton.primitives import head_width
-    from sage_kernels._triton.prologue.mask_tiles import launch_mask_tiles
-    from sage_kernels._triton.prologue.prologue import launch_prologue
-    from sage_kernels.facts.masking import make_masking
-
-    batch, seq, heads, head_dim = shape
-    v = torch.randn(shape, generator=torch.Generator().manual_seed(0)).half()
-    v[..., 3] *= 1000
-    v[0, 5, 0, 1], v[0, 6, 0, 2] = NAN, INF
-    seen = None
-    masking = NO_MASKING
-    if hidden:
-        seen = key_padding([seq - 9] * batch, seq)
-        v[:, -9:] = 6e4
-        v[:, -4] = NAN
-        masking, _ = make_masking(seen.to(kernel_device), False, None, 0.0, None, 70, seq)
-        seen = seen[:, :, 0]
-    width = head_width(head_dim)
-    mask = launch_mask_tiles(masking, heads, heads, 70, seq, 64, 64)
-    q = torch.zeros(batch, 70, heads, head_dim, dtype=v.dtype, device=kernel_device)
-    v = v.to(kernel_device)
-    prepared = launch_prologue(
-        q, torch.zeros_like(v), v, scaling="planned" if stateful else "per_block", smooth_k=True,
-        state=new_head_state(heads, head_dim, kernel_device) if stateful else None, mask=mask, return_center=False,
-        block_n=64, width=width, rotation="none",
-    )  # fmt: skip
-    codes, scale, v = prepared.values, prepared.value_scale, v.cpu()
+    heads, head_dim = shape[2:]
+    state = new_head_state(heads, head_dim, kernel_device) if stateful else None
+    scaling = "planned" if stateful else "per_block"
+    options = {"scaling": scaling, "smooth_k": True, "state": state}
+    v, seen, codes, scale = stored_values(kernel_device, shape, hidden, "fp8_e4m3", 0.0, **options)
     wanted, wanted_scale, _ = quantize_values(v.transpose(1, 2).float(), seen, seen)
-    assert torch.equal(scale[..., :head_dim].cpu(), wanted_scale[:, :, 0])
-    steps = -(-seq // codes.shape[1])
-    stored = codes.float().cpu().view(batch, heads, steps, width, 8, 4, 2, 2).transpose(-2, -3)  # back in order
-    stored = stored.reshape(batch, heads, steps, width, 128).transpose(2, 3).flatten(3)
-    torch.testing.assert_close(stored[:, :, :head_dim, :seq], wanted.mT, rtol=0, atol=0, equal_nan=True)
-    assert (stored[:, :, head_dim:] == 0).all() and (stored[..., seq:] == 0).all()
+    assert torch.equal(scale[..., :head_dim], wanted_scale[:, :, 0])
+    stored = codes.float()
+    torch.testing.assert_close(stored[:, :, :head_dim, : shape[1]], wanted.mT, rtol=0, atol=0, equal_nan=True)
+    assert (stored[:, :, head_dim:] == 0).all() and (stored[..., shape[1] :] == 0).all()
     assert stored.isnan().sum() == (v if not hidden else v[:, :-9]).isfinite().logical_not().sum()
-
-
-@pytest.mark.parametrize("value", [NAN, -INF])
-def test_a_bad_element_of_v_poisons_its_channel_and_nothing_else(value, fp8):
-    q, k, v = normal(1, 70, 140, 2, 2, 64)
-    clean = call(fp8, q, k, v)[0]
-    v[0, 33, 1, 7] = value
-    bad = torch.zeros(1, 70, 2, 64, dtype=torch.bool)
-    bad[:, :, 1, 7] = True
-    for options in ({}, {"state": new_head_state(2, 64, fp8.device)}, {"state": fp8.planned(q, k, v)}):
-        out = call(fp8, q, k, v, **options)[0]
-        assert torch.equal(~torch.isfinite(out), bad), options
-    assert torch.equal(call(fp8, q, k, v)[0][~bad], clean[~bad])
-
-
-def test_values_of_every_size_are_right(fp8):
-    """fp16's limit, one value for all keys (a mean that rounding must not push to inf), fp32's limits."""
-    q, k, v = normal(1, 64, 300, 1, 1, 64)
-    v = v.sign() * 6e4
-    out, _ = fp8.check(q, k, v)
-    assert torch.isfinite(out).all()
-    v[...] = 65504.0
-    out, _ = call(fp8, q, k, v)
-    assert torch.isfinite(out).all() and ((out.double() / 65504 - 1).abs() <= ROUNDING).all()
-    if torch.float32 in fp8.dtypes:
-        for size in (1e5, 3e38, 1e-30):
-            big = [q.float(), k.float(), normal(1, 64, 300, 1, 1, 64)[2].float().clamp(-1, 1) * size]
-            out, _ = call(fp8, *big)
-            assert relative_l2(out, exact_attention(*big)[0]) <= BAR, size
 
 
 def test_a_loud_channel_does_not_cost_the_quiet_ones_their_bits(fp8):
@@ -132,31 +77,6 @@ def test_a_loud_channel_does_not_cost_the_quiet_ones_their_bits(fp8):
 
 
 # --- the whole recipe ---
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_every_shape_matches_the_reference(shape, fp8):
-    q, k, v = normal(*shape)
-    for options in ({}, {"scaling": "per_block"}, {"state": fp8.planned(q, k, v)}):
-        fp8.check(q, k, v, **options)
-
-
-BANDS = pytest.mark.slow("as causal; test_bands_and_key_masks_lag_too has both")
-SOME = [pytest.param(x, marks=BANDS) if x in ("top_left", "window") else x for x in MASKS]
-
-
-@pytest.mark.parametrize("name", SOME)
-def test_every_mask_matches_the_reference(name, fp8):
-    q, k, v = normal(2, 70, 150, 2, 1, 64)
-    hidden = "padding" in name
-    for options in ({}, {"state": fp8.planned(q, k, v, **MASKS[name])}):
-        out, _ = fp8.check(q, k, v, **options, **MASKS[name])
-        if hidden:
-            bad = [x.clone() for x in (k, v)]
-            for x in bad:
-                x[1, 97:] = NAN
-            if not options:
-                assert torch.equal(call(fp8, q, *bad, **MASKS[name])[0], out)
 
 
 @pytest.mark.parametrize("seq", [640, 4096])

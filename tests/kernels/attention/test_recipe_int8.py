@@ -5,14 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sage_kernels import new_head_state, sage_attention, sage_attention_varlen
-from sage_kernels.facts.masking import NO_MASKING
+from sage_kernels import new_head_state, sage_attention
 from sage_kernels.facts.numerics import quantize_centered_values, value_center
 from sage_kernels.facts.state import COUNT_CLIPPED, STAT_V_AMAX, HeadState
 from sage_kernels.planning.state import ScaleState, Site
 from sage_kernels.reference import ref_attention
 from sage_kernels.testing import exact_attention, make_biased, relative_l1, relative_l2
-from tests.kernels.attention.attention_cases import MASKS, SHAPES, exact_under, key_padding, normal, running
+from tests.kernels.attention.attention_cases import normal, running, stored_values
 from tests.kernels.attention.test_softmax_reference import LOGITS, climbing
 
 
@@ -42,88 +41,24 @@ def call(attend, q, k, v, **options):
 @pytest.mark.parametrize("hidden", [False, True])
 @pytest.mark.parametrize("shape", [(1, 330, 2, 64), (2, 17, 1, 40), (1, 129, 1, 160)])
 def test_v_is_stored_transposed_and_permuted_with_the_codes_of_the_reference(shape, hidden, stateful, kernel_device):
-    from sage_kernels._triton.primitives import head_width
-    from sage_kernels._triton.prologue.mask_tiles import launch_mask_tiles
-    from sage_kernels._triton.prologue.prologue import launch_prologue
-    from sage_kernels.facts.masking import make_masking
-
-    batch, seq, heads, head_dim = shape
-    v = torch.randn(shape, generator=torch.Generator().manual_seed(0)).half() + 5
-    v[..., 3] *= 1000
-    v[0, 5, 0, 1], v[0, 6, 0, 2] = NAN, INF
-    seen = None
-    masking = NO_MASKING
-    if hidden:
-        seen = key_padding([seq - 9] * batch, seq)
-        v[:, -9:] = 6e4
-        v[:, -4] = NAN
-        masking, _ = make_masking(seen.to(kernel_device), False, None, 0.0, None, 70, seq)
-        seen = seen[:, :, 0]
-    width = head_width(head_dim)
-    mask = launch_mask_tiles(masking, heads, heads, 70, seq, 64, 64)
-    q = torch.zeros(batch, 70, heads, head_dim, dtype=v.dtype, device=kernel_device)
-    v = v.to(kernel_device)
-    prepared = launch_prologue(
-        q, torch.zeros_like(v), v, scaling="planned" if stateful else "per_block", smooth_k=True,
-        state=new_head_state(heads, head_dim, kernel_device) if stateful else None, mask=mask, return_center=False,
-        block_n=64, width=width, rotation="none", pv="int8",
-    )  # fmt: skip
-    codes, numbers, v = prepared.values, prepared.value_scale.cpu(), v.cpu()
+    seq, heads, head_dim = shape[1:]
+    state = new_head_state(heads, head_dim, kernel_device) if stateful else None
+    scaling = "planned" if stateful else "per_block"
+    options = {"scaling": scaling, "smooth_k": True, "state": state}
+    v, seen, stored, numbers = stored_values(kernel_device, shape, hidden, "int8", 5.0, **options)
     wanted, scale, center = quantize_centered_values(v.transpose(1, 2).float(), seen, seen)
     assert torch.equal(numbers[:, :, 0, :head_dim], scale[:, :, 0])
-    steps = -(-seq // codes.shape[1])
-    first_sum = 2 + -(-steps // 4)
+    first_sum = 2 + -(-stored.shape[3] // 128 // 4)
     sampled = value_center(v.transpose(1, 2).float(), seen)
     assert torch.equal(numbers[:, :, 1, :head_dim], sampled[:, :, 0])
     found = numbers[:, :, 1:first_sum, :head_dim].sum(2)
     torch.testing.assert_close(found, center[:, :, 0], rtol=2**-21, atol=0, equal_nan=True)  # a mean, in any order
     assert center.isnan().sum() == 2 and not scale.isnan().any()
-    stored = codes.cpu().view(batch, heads, steps, width, 8, 4, 2, 2).transpose(-2, -3)  # back in order
-    stored = stored.reshape(batch, heads, steps, width, 128).transpose(2, 3).flatten(3)
     assert torch.equal(stored[:, :, :head_dim, :seq], wanted.mT.to(torch.int8))
     assert (stored[:, :, head_dim:] == 0).all() and (stored[..., seq:] == 0).all()
     # what P's codes, which are 128 less than P, take from each tile of 64 keys; and 1.5·2^23, see `sums_of`
     sums = stored.float().unflatten(3, (-1, 64)).sum(4).mT
     assert torch.equal(numbers[:, :, first_sum:], 128 * sums - 1.5 * 2**23)
-
-
-@pytest.mark.parametrize("value", [NAN, -INF])
-def test_a_bad_element_of_v_poisons_its_channel_and_nothing_else(value, int8):
-    q, k, v = normal(1, 70, 140, 2, 2, 64)
-    clean = call(int8, q, k, v)[0]
-    v[0, 33, 1, 7] = value
-    bad = torch.zeros(1, 70, 2, 64, dtype=torch.bool)
-    bad[:, :, 1, 7] = True
-    for options in ({}, {"state": new_head_state(2, 64, int8.device)}, {"state": int8.planned(q, k, v)}):
-        out = call(int8, q, k, v, **options)[0]
-        assert torch.equal(~torch.isfinite(out), bad), options
-    assert torch.equal(call(int8, q, k, v)[0][~bad], clean[~bad])
-
-
-def test_a_bad_element_of_k_or_q_poisons_what_it_does_in_16_bit(int8):
-    """INT8 codes hold no NaN: it must not become a plausible number on its way."""
-    for which in (0, 1):
-        inputs = list(normal(1, 70, 140, 2, 2, 64))
-        inputs[which][0, 33, 1, 7] = NAN
-        out, lse = call(int8, *inputs)
-        expected, _ = int8(*inputs)
-        assert torch.equal(out.isnan(), expected.isnan()) and out.isnan().any()
-
-
-def test_values_of_every_size_are_right(int8):
-    """fp16's limit, one value for all keys (a mean that rounding must not push to inf), fp32's limits."""
-    q, k, v = normal(1, 64, 300, 1, 1, 64)
-    v = v.sign() * 6e4
-    out, _ = int8.check(q, k, v)
-    assert torch.isfinite(out).all()
-    v[...] = 65504.0
-    out, _ = call(int8, q, k, v)
-    assert torch.equal(out, torch.full_like(out, 65504.0))  # nothing is left of it but its center
-    if torch.float32 in int8.dtypes:
-        for size in (1e5, 1e38, 1e-30):
-            big = [q.float(), k.float(), normal(1, 64, 300, 1, 1, 64)[2].float().clamp(-1, 1) * size]
-            out, _ = call(int8, *big)
-            assert relative_l2(out, exact_attention(*big)[0]) <= 1.5 * BAR, size
 
 
 def test_a_loud_channel_and_a_large_mean_cost_the_others_nothing(int8):
@@ -140,32 +75,6 @@ def test_a_loud_channel_and_a_large_mean_cost_the_others_nothing(int8):
 
 
 # --- the whole recipe ---
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_every_shape_matches_the_reference(shape, int8):
-    q, k, v = normal(*shape)
-    for options in ({}, {"scaling": "per_block"}, {"state": int8.planned(q, k, v)}):
-        int8.check(q, k, v, **options)
-
-
-SOME = [pytest.param(x, marks=pytest.mark.slow("as causal")) if x == "top_left" else x for x in MASKS]
-
-
-@pytest.mark.parametrize("name", SOME)
-def test_every_mask_matches_the_reference(name, int8):
-    q, k, v = normal(2, 70, 150, 2, 1, 64)
-    v = v + 2  # a sink has no value: the center is not added for its weight
-    for options in ({}, {"state": int8.planned(q, k, v, **MASKS[name])}):
-        out, _ = int8.check(q, k, v, **options, **MASKS[name])
-        if "padding" in name:
-            bad = [x.clone() for x in (k, v)]
-            for x in bad:
-                x[1, 97:] = NAN
-            if not options:
-                assert torch.equal(call(int8, q, *bad, **MASKS[name])[0], out)
-    exact = exact_under(MASKS[name], q, k, v)
-    assert relative_l2(out, exact) <= 1.5 * BAR
 
 
 @pytest.fixture(params=["converts", "adds_bits"])
@@ -271,13 +180,6 @@ def test_values_that_grow_beside_a_plan_are_not_clipped(int8):
         assert int(counts[:, COUNT_CLIPPED].sum()) == 0 and float(stats[:, STAT_V_AMAX].abs().sum()) == 0
         state.advance(1 - step / 3, 1 - (step + 1) / 3)
     assert state.summary()[0]["known"]
-
-
-def test_packed_sequences_are_refused_with_what_to_do_instead():
-    q, k, v = (x[0] for x in normal(1, 64, 64, 1, 1, 64))
-    ends = torch.tensor([0, 30, 64], dtype=torch.int32)
-    with pytest.raises(NotImplementedError, match="recipe: got 'qk_int8_pv_int8' with packed sequences"):
-        sage_attention_varlen(q, k, v, ends, ends, recipe=INT8)
 
 
 def test_hoppers_own_kernel_has_it_up_to_128_channels_and_without_masks_of_rows():

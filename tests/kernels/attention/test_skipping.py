@@ -23,6 +23,7 @@ from sage_kernels.facts.skipping import (
 )
 from sage_kernels.ops.skip_state import skip_block
 from sage_kernels.planning.state import ScaleState, Site
+from sage_kernels.reference.attention import ref_attention
 from sage_kernels.reference.skipping import ref_levels, ref_list
 from sage_kernels.testing import assert_matches_reference, make_qkv
 from tests.kernels.attention.attention_cases import FP8, runs_fp8, without_interpreter
@@ -53,6 +54,19 @@ def scores_of(family: str, seq_q: int, seq_kv: int, seed: int = 0, heads: int = 
 FAMILIES = ("random", "sorted", "sink", "clustered")
 
 
+def new_lists(shape, block, device, *, every=2, limit=0.2):
+    """Empty lists of calls of a shape B, H, S_q, S_kv in tiles of this size."""
+    now = torch.zeros((), dtype=torch.int32, device=device)
+    totals = torch.zeros(TOTAL_FIELDS, dtype=torch.int64, device=device)
+    limit = torch.full((), limit, device=device)
+    return empty_lists(*shape, block, every=every, now=now, limit=limit, totals=totals)
+
+
+def new_state(device="cpu"):
+    """Scales of one key head, without a plan."""
+    return ScaleState([Site("a", 1, HEAD_DIM)], device=device).head_state(0)
+
+
 class Lists:
     """One call site on one implementation: its scales, its lists, and dense calls of the same scales."""
 
@@ -62,14 +76,10 @@ class Lists:
         device = attend.device
         block = block or {"reference": (32, 32), "interpreter": (64, 64)}.get(attend.tier)
         block = block or skip_block(device, HEAD_DIM, recipe)
-        self.lists = empty_lists(
-            *shape, block, every=every, now=torch.zeros((), dtype=torch.int32, device=device),
-            limit=torch.full((), limit, device=device),
-            totals=torch.zeros(TOTAL_FIELDS, dtype=torch.int64, device=device),
-        )  # fmt: skip
+        self.lists = new_lists(shape, block, device, every=every, limit=limit)
 
     def state(self):
-        return ScaleState([Site("a", 1, HEAD_DIM)], device=self.attend.device).head_state(0)
+        return new_state(self.attend.device)
 
     def __call__(self, q, k, v):
         """out, lse of a step with the lists, which then have a step more."""
@@ -216,8 +226,6 @@ def test_outputs_are_those_of_the_visited_tiles(recipe, attend):
 def test_programs_share_lists_of_any_length(recipe, seq_kv):
     """Cut along the keys where a call has few query tiles: some pieces of a short list are empty. Sums of two calls,
     of which the second has the row maxima of the first."""
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA GPU")
     q, k, v = (x.cuda() for x in make_qkv("normal", 1, 700, seq_kv, 2, 1, 128, seed=3, dtype=torch.bfloat16))
     scales = ScaleState([Site("a", 1, 128)], device="cuda")
     row_max = torch.full((1, 2, 700), torch.nan, device="cuda")
@@ -265,8 +273,7 @@ def test_lists_over_steps_are_those_of_the_specification(cut, kernel_device, mon
         if cut and step == 2:
             k = k.roll(seq_kv // 2, 1)
         site(q, k, v)
-        state = ScaleState([Site("a", 1, HEAD_DIM)], device="cpu").head_state(0)
-        sage_kernels.reference.attention.ref_attention(q, k, v, state=state, skip=given)
+        ref_attention(q, k, v, state=new_state(), skip=given)
         given.now.add_(1)
         q = q + 0.1 * torch.randn(q.shape, generator=torch.Generator().manual_seed(step)).half()
     ours = copied(site.lists)
@@ -361,7 +368,7 @@ def test_a_limit_of_nothing_visits_everything():
     site.lists.limit.zero_()
     out, lse = site(q, k, v)
     blocks = {"block_q": site.lists.block_q, "block_k": site.lists.block_k}
-    whole, whole_lse = sage_kernels.reference.attention.ref_attention(q, k, v, state=site.state(), **blocks)
+    whole, whole_lse = ref_attention(q, k, v, state=site.state(), **blocks)
     assert torch.equal(out, whole) and torch.equal(lse, whole_lse)
     assert torch.equal(site.lists.lists, kept) and int(site.lists.clock[CLOCK_LAST]) == 0
     site.lists.limit.fill_(0.05)  # the lists are two steps old
@@ -409,9 +416,8 @@ def test_Q50_lists_of_another_kind_are_an_error(name):
     lists = change(new_skip_state(1, 1, 100, 200, HEAD_DIM, "cpu"))
     if name == "strided":
         lists = lists._replace(alarms=torch.zeros(4, 1, 1, dtype=torch.int32)[::2])
-    state = ScaleState([Site("a", 1, HEAD_DIM)], device="cpu").head_state(0)
     with pytest.raises(error, match=words):
-        sage_attention(q, k, v, state=state, skip=lists)
+        sage_attention(q, k, v, state=new_state(), skip=lists)
 
 
 @pytest.mark.parametrize(
@@ -426,11 +432,11 @@ def test_Q50_lists_of_another_kind_are_an_error(name):
 )
 def test_Q50_lists_beside_a_mask_are_an_error(options):
     q, k, v = scores_of("random", 100, 100, heads=1)
-    state = ScaleState([Site("a", 1, HEAD_DIM)], device="cpu").head_state(0)
+    lists = new_skip_state(1, 1, 100, 100, HEAD_DIM, "cpu")
     with pytest.raises(NotImplementedError, match="leave skip out"):
-        sage_attention(q, k, v, state=state, skip=new_skip_state(1, 1, 100, 100, HEAD_DIM, "cpu"), **options)
+        sage_attention(q, k, v, state=new_state(), skip=lists, **options)
     with pytest.raises(ValueError, match="without a state"):
-        sage_attention(q, k, v, skip=new_skip_state(1, 1, 100, 100, HEAD_DIM, "cpu"))
+        sage_attention(q, k, v, skip=lists)
 
 
 @pytest.mark.parametrize("options", [{"limit": 1.0}, {"limit": -0.1}, {"limit": float("nan")}, {"every": 0}])
@@ -443,12 +449,7 @@ def test_lists_of_other_tiles_than_the_kernels_are_an_error(kernel_device):
     from sage_kernels._triton.attention.launch import launch_attention_fwd
 
     q, k, v = (x.to(kernel_device) for x in scores_of("random", 100, 200, heads=1))
-    lists = empty_lists(
-        1, 1, 100, 200, (16, 16), every=2, now=torch.zeros((), dtype=torch.int32, device=kernel_device),
-        limit=torch.zeros((), device=kernel_device),
-        totals=torch.zeros(TOTAL_FIELDS, dtype=torch.int64, device=kernel_device),
-    )  # fmt: skip
-    state = ScaleState([Site("a", 1, HEAD_DIM)], device=kernel_device).head_state(0)
+    lists, state = new_lists((1, 1, 100, 200), (16, 16), kernel_device), new_state(kernel_device)
     with pytest.raises(ValueError, match="new_skip_state"):
         launch_attention_fwd(
             q, k, v, scale=0.1, scaling="planned", smooth_k=True, state=state, return_lse=False, skip=lists
@@ -466,24 +467,18 @@ def test_tiles_of_several_parts_are_measured_as_one(seq_q, kernel_device):
     from sage_kernels._triton.prologue.prologue import launch_prologue
 
     q, k, v = (torch.cat([x, x.flip(1)]) for x in scores_of("clustered", seq_q, 330))
-    lists = empty_lists(
-        2, HEADS, seq_q, 330, (192, 64), every=2, now=torch.zeros((), dtype=torch.int32, device=kernel_device),
-        limit=torch.full((), 0.2, device=kernel_device),
-        totals=torch.zeros(TOTAL_FIELDS, dtype=torch.int64, device=kernel_device),
-    )  # fmt: skip
+    lists = new_lists((2, HEADS, seq_q, 330), (192, 64), kernel_device)
     given = copied(lists)
 
     def step(q):
-        state = ScaleState([Site("a", 1, HEAD_DIM)], device=kernel_device).head_state(0)
+        state = new_state(kernel_device)
         queries, keys = q.to(kernel_device), k.to(kernel_device)
         prepared = launch_prologue(
             queries, keys, None, scaling="planned", smooth_k=True, state=state, mask=MaskTiles(), return_center=False,
             block_n=64, width=64, rotation="none",
         )  # fmt: skip
         found = launch_skip_tiles(queries, prepared, lists, kv_heads=1, seq_kv=330, scale=HEAD_DIM**-0.5, width=64)
-        sage_kernels.reference.attention.ref_attention(
-            q, k, v, state=ScaleState([Site("a", 1, HEAD_DIM)], device="cpu").head_state(0), skip=given
-        )
+        ref_attention(q, k, v, state=new_state(), skip=given)
         lists.now.add_(1)
         given.now.add_(1)
         return found

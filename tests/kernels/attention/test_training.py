@@ -46,17 +46,11 @@ def band(seq_q, seq_kv, causal, device="cpu"):
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-def need(device):
-    if device == "cuda" and not torch.cuda.is_available():
-        pytest.skip("needs a CUDA GPU")
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_T07_gradients_are_near_those_of_exact_attention(head_dim, causal, dtype, device):
-    need(device)
     q, k, v, grad = leaves(2, 301, 2, head_dim, dtype=dtype, device=device)
     found = torch.autograd.grad(differentiable_attention(q, k, v, causal=causal), (q, k, v), grad)
     wanted = exact_gradients(q, k, v, grad, band(301, 301, "", device) if causal else None)
@@ -265,7 +259,6 @@ def test_T10_transforms_of_functions_are_refused():
     [(200, 333, ""), (200, 333, "top_left"), (333, 200, "bottom_right"), (257, 257, "top_left")],
 )
 def test_T08_on_a_gpu_the_fused_backward_is_that_of_the_formula(head_dim, seq_q, seq_kv, causal):
-    need("cuda")
     q, k, v, grad = leaves(2, seq_q, 4, head_dim, seq_kv=seq_kv, kv_heads=2, dtype=torch.bfloat16, device="cuda")
     assert has_fused_backward(q)
     found = torch.autograd.grad(differentiable_attention(q, k, v, causal=causal or False), (q, k, v), grad)
@@ -278,7 +271,6 @@ def test_T08_on_a_gpu_the_fused_backward_is_that_of_the_formula(head_dim, seq_q,
 
 @pytest.mark.gpu
 def test_T08_on_a_gpu_what_has_no_fused_backward_is_said():
-    need("cuda")
     x = torch.zeros(1, 20, 2, 64, dtype=torch.bfloat16, device="cuda")
     mask = torch.ones(1, 1, 1, 20, dtype=torch.bool, device="cuda")
     assert has_fused_backward(x) and not has_fused_backward(x, mask)

@@ -86,8 +86,6 @@ OPTIONS = {
 @pytest.mark.parametrize("op", ["attention_varlen", "attention_varlen_lse"])
 @pytest.mark.parametrize("options", OPTIONS)
 def test_T03_opcheck_of_packed_sequences(options, op, device):
-    if device == "cuda" and not torch.cuda.is_available():
-        pytest.skip("needs a CUDA GPU")
     given = [x.to(device) if isinstance(x, torch.Tensor) else x for x in OPTIONS[options]]
     inputs = [x.to(device) for x in packed_inputs((3, 0, 20), (3, 9, 20), head_dim=16)]
     for q, k, v in (inputs[:3], [x.transpose(0, 1).contiguous().transpose(0, 1) for x in inputs[:3]]):
@@ -129,12 +127,6 @@ def test_T04_packed_sequences_export_with_dynamic_totals_and_numbers_of_sequence
     assert torch.equal(program.module()(*others), Exported()(*others))
 
 
-@pytest.fixture
-def gpu():
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA GPU")
-
-
 def cuda(tensors):
     return [x.cuda() for x in tensors]
 
@@ -142,7 +134,7 @@ def cuda(tensors):
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", [DEFAULT_RECIPE, FP8])
 @pytest.mark.parametrize("shared", [False, True])
-def test_E05_a_cuda_graph_of_packed_sequences_replays_with_new_data_and_lengths(gpu, recipe, shared):
+def test_E05_a_cuda_graph_of_packed_sequences_replays_with_new_data_and_lengths(recipe, shared):
     """Lengths are read in the kernels: a graph serves any lengths of its shapes, bit for bit."""
     if recipe == FP8 and not runs_fp8("cuda"):
         pytest.skip("this GPU has no FP8")
@@ -171,7 +163,7 @@ def test_E05_a_cuda_graph_of_packed_sequences_replays_with_new_data_and_lengths(
 
 
 @pytest.mark.gpu
-def test_E05_no_packed_call_waits_for_the_gpu(gpu):
+def test_E05_no_packed_call_waits_for_the_gpu():
     """Checks included, known and unknown calls."""
     inputs = cuda(packed_inputs())
     sage_attention_varlen(*inputs, 130, 200, causal=True)  # compiles
@@ -188,7 +180,7 @@ def test_E05_no_packed_call_waits_for_the_gpu(gpu):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shared", [False, True])
-def test_T05_a_replayed_packed_call_is_bit_equal(gpu, shared):
+def test_T05_a_replayed_packed_call_is_bit_equal(shared):
     """The second call of a kind is launched from what the first one wrote down; so is one of other lengths."""
     sage_kernels.ops.replay.forget()
     for seed, lengths in enumerate(((300, 0, 200), (1, 498, 1), (500, 0, 0))):
@@ -205,7 +197,7 @@ def test_T05_a_replayed_packed_call_is_bit_equal(gpu, shared):
 
 
 @pytest.mark.gpu
-def test_S12_packed_sequences_of_whole_models(gpu):
+def test_S12_packed_sequences_of_whole_models():
     """A long one beside many short ones, with the padding of a collator behind them: against the reference."""
     from tests.kernels.attention.varlen_cases import AttendPacked
 

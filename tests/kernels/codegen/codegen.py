@@ -1,7 +1,7 @@
 """Compile every kernel of the tile table for GPUs that are not here, and read what came out.
 
-A program of its own, because a process whose kernels are interpreted can't compile. `codegen.py [target ...]` prints a
-JSON line a kernel, for test_aot.py; `--write FILE` makes the table that is committed (`make codegen`).
+A program of its own, because a process whose kernels are interpreted can't compile. `codegen.py TARGET [KEY ...]`
+prints a JSON line a kernel, for test_aot.py; `--write FILE` makes the table that is committed (`make codegen`).
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def build(kernel, constants, types, target, multiples=(), **options):
     return triton_compile(source(kernel, kinds, constants, divisible), target=target, options=options)
 
 
-def read(compiled) -> dict:
+def read(compiled):
     """Registers, spills and matrix instructions of one compiled kernel."""
     text = compiled.asm.get("ptx") or compiled.asm["amdgcn"]
     facts = {"shared": compiled.metadata.shared, "int8_matrix": bool(INT8_MATRIX.search(text))}
@@ -147,14 +147,19 @@ def read(compiled) -> dict:
     return facts
 
 
+def row(label: str, kernel, name: str, constants: dict, types: dict, multiples=(), **options):
+    """What compiles a kernel for a target, once it is called, and reads what came out."""
+    return lambda: {"kernel": label, **read(build(kernel, constants, types, TARGETS[name], multiples, **options))}
+
+
 def attention(
     name: str, width: int, scaling: str, mask: str = "none", reference: str = "", pv: str = "16bit", tile=None,
     keys: int = 16384, packed: bool = False, qk: str = "int8",
-) -> dict:  # fmt: skip
+):  # fmt: skip
     """mask: "none", "keys", "rows", "tiles" or "causal"; reference: of the softmax, "" for
     the tile table's choice; tile: None for the tile table's. keys: how many there are. packed: of sequences, as
     `device_tile` has it."""
-    target, capability = TARGETS[name], _capability(name)
+    capability = _capability(name)
     tile = tile or choose_tile(capability, width, scaling, mask == "rows", pv, reference != "lagged")
     if packed and tile.kernel == "hopper":
         tile = choose_tile(capability, width, scaling, True, pv, True)
@@ -214,12 +219,12 @@ def attention(
             "SUMS_CODES": pv == "int8_tensor",
         }
         options = {"num_warps": tile.num_warps}
-    return {"kernel": tile.kernel, **read(build(kernel, constants, types, target, **options))}
+    return row(tile.kernel, kernel, name, constants, types, **options)
 
 
 def prepare(
     name: str, width: int, scaling: str, mask: str = "none", pv: str = "16bit", packed: bool = False, qk: str = "int8"
-) -> dict:
+):
     target = TARGETS[name]
     capability = target.arch if target.backend == "cuda" else 0
     tile = choose_tile(capability, width, scaling, pv=pv, running=scaling != "planned")
@@ -240,31 +245,31 @@ def prepare(
     options = {"num_warps": num_warps}
     if target.backend == "cuda":
         options["maxnreg"] = _REGISTERS
-    return {"kernel": "prepare", **read(build(_prologue_kernel, constants, types, target, **options))}
+    return row("prepare", _prologue_kernel, name, constants, types, **options)
 
 
-def value_amax(name: str, width: int, packed: bool = False) -> dict:
+def value_amax(name: str, width: int, packed: bool = False):
     constants = {"HEAD_DIM": width, "WIDTH": width, "HAS_MASK": not packed, "PACKED": packed, "HAS_LEFT": packed}
     types = SEQUENCES | {"v_ptr": "*bf16"}
-    return {"kernel": "value_amax", **read(build(_value_amax_kernel, constants, types, TARGETS[name], num_warps=8))}
+    return row("value_amax", _value_amax_kernel, name, constants, types, num_warps=8)
 
 
-def value_reach(name: str, width: int) -> dict:
+def value_reach(name: str, width: int):
     constants = {"HEAD_DIM": width, "WIDTH": width, "HAS_MASK": True}
     types = {"v_ptr": "*bf16"}
-    return {"kernel": "value_reach", **read(build(_value_reach_kernel, constants, types, TARGETS[name], num_warps=8))}
+    return row("value_reach", _value_reach_kernel, name, constants, types, num_warps=8)
 
 
-def mask_tiles(name: str, kind: str) -> dict:
+def mask_tiles(name: str, kind: str):
     """The kernels that read a mask: nothing to count but that they compile without spilling."""
     kernel = _key_mask_kernel if kind == "keys" else _row_mask_kernel
     constants = {"BLOCK_N": 128} | ({} if kind == "keys" else {"BLOCK_M": 64})
     types = {"mask_ptr": "*u8", "extent_ptr": "*i32", "tiles_ptr": "*i32", "numbers_ptr": "*i32"}
-    return {"kernel": "mask_tiles", **read(build(kernel, constants, types, TARGETS[name], num_warps=8))}
+    return row("mask_tiles", kernel, name, constants, types, num_warps=8)
 
 
 def skipping(name: str, width: int = 128):
-    """(key, facts) of a call whose lists leave out key tiles: attention, and what measures tiles and chooses them."""
+    """As `kernels`, of a call whose lists leave out key tiles: attention, and what measures tiles and chooses them."""
     yield f"{name}/skipping/{width}/planned", attention(name, width, "planned", "tiles")
     recipes = ("16bit", "fp8_e4m3") if name in FP8_TARGETS else ("16bit",)
     for pv in recipes:
@@ -280,10 +285,11 @@ def skipping(name: str, width: int = 128):
         types |= {"q_ptr": "*bf16", "codes_ptr": "*i8"}
         measured = constants | {"HEAD_DIM": width, "WIDTH": width}
         warps = 4 if width <= 128 else 8
-        facts = read(build(_measure_tiles_kernel, measured, types, TARGETS[name], num_warps=warps))
-        yield f"{name}/measure_tiles/{width}/{pv}", {"kernel": "measure_tiles", **facts}
-        facts = read(build(_choose_tiles_kernel, constants | {"AT_ONCE": 64}, types, TARGETS[name], num_warps=2))
-        yield f"{name}/choose_tiles/{width}/{pv}", {"kernel": "choose_tiles", **facts}
+        measuring = row("measure_tiles", _measure_tiles_kernel, name, measured, types, num_warps=warps)
+        yield f"{name}/measure_tiles/{width}/{pv}", measuring
+        chosen = constants | {"AT_ONCE": 64}
+        choosing = row("choose_tiles", _choose_tiles_kernel, name, chosen, types, num_warps=2)
+        yield f"{name}/choose_tiles/{width}/{pv}", choosing
 
 
 def _capability(name: str) -> int:
@@ -291,7 +297,7 @@ def _capability(name: str) -> int:
     return target.arch if target.backend == "cuda" else 0
 
 
-def rotate(name: str, block: int, fp32: bool = False) -> dict:
+def rotate(name: str, block: int, fp32: bool = False):
     """The Hadamard pre-pass, of packed channels."""
     width = min(block, MAX_WIDTH)
     constants = {
@@ -299,11 +305,10 @@ def rotate(name: str, block: int, fp32: bool = False) -> dict:
         "ROWS": ROWS, "TILES": TILES, "SPLIT": fp32, "stride_qd": 1, "stride_kd": 1,
     }  # fmt: skip
     types = dict.fromkeys(("q_ptr", "k_ptr", "q_out_ptr", "k_out_ptr"), "*fp32" if fp32 else "*bf16")
-    compiled = build(_rotate_kernel, constants, types, TARGETS[name], num_warps=8 if fp32 else 4)
-    return {"kernel": "rotate", **read(compiled)}
+    return row("rotate", _rotate_kernel, name, constants, types, num_warps=8 if fp32 else 4)
 
 
-def decode(name: str, width: int, rows: int, mask: str = "none", tokens: int = 0) -> dict:
+def decode(name: str, width: int, rows: int, mask: str = "none", tokens: int = 0):
     """Attention over the INT8 cache: of one token (8 rows, split keys) or of a chunk of a prompt (32 rows, causal)."""
     target, few = TARGETS[name], rows == 8
     tile = decode_tile(width, rows, tokens, target.arch)
@@ -319,39 +324,36 @@ def decode(name: str, width: int, rows: int, mask: str = "none", tokens: int = 0
     types |= {"v_scale_ptr": "*bf16", "lengths_ptr": "*i64", "mask_ptr": "*u8"}
     types["out_ptr"] = "*fp32" if few else "*bf16"
     limit = {"maxnreg": tile.max_registers} if tile.max_registers else {}
-    compiled = build(_decode_attention_kernel, constants, types, target, num_warps=tile.num_warps, **limit)
-    return {"kernel": "decode", **read(compiled)}
+    return row("decode", _decode_attention_kernel, name, constants, types, num_warps=tile.num_warps, **limit)
 
 
-def combine(name: str, width: int) -> dict:
+def combine(name: str, width: int):
     """The combine step of more than 16 splits."""
     constants = {"HEAD_DIM": width, "WIDTH": width, "BLOCK_S": 64, "BLOCK_D": width // 4, "RETURN_LSE": False}
     constants["OVERLAP"] = name in OVERLAPPING
-    compiled = build(_combine_kernel, constants, {"out_ptr": "*bf16"}, TARGETS[name], num_warps=1)
-    return {"kernel": "combine", **read(compiled)}
+    return row("combine", _combine_kernel, name, constants, {"out_ptr": "*bf16"}, num_warps=1)
 
 
-def plan_step(name: str, width: int) -> dict:
+def plan_step(name: str, width: int):
     integers = ("counts_ptr", "table_run_ptr", "run_ptr", "frozen_ptr", "frozen_keys_ptr", "begins_ptr")
     numbers = ("margin", "grown", "lowest", "highest", "v_lowest", "v_highest", "move", "v_floor")
     types = dict.fromkeys(integers, "*i32") | dict.fromkeys(numbers, "fp32") | {"totals_ptr": "*i64"}
     types |= {"is_channel_ptr": "*u8", "finished_ptr": "*i64", "next_ptr": "*i64"}
     constants = {"ADAPTS": False, "WIDTH": width, "FIELDS": 16, "BINS": 16}
-    return {"kernel": "plan_step", **read(build(_plan_step_kernel, constants, types, TARGETS[name], num_warps=1))}
+    return row("plan_step", _plan_step_kernel, name, constants, types, num_warps=1)
 
 
-def heads(name: str, width: int, pairs: bool) -> dict:
+def heads(name: str, width: int, pairs: bool):
     """Norm and rotary embedding of Q and K, with angles [S, D] that lie one after the other."""
     constants = {
         "HEAD_DIM": width, "HALF": width // 2, "TOKENS": _TOKENS, "HEADS": _HEADS, "PAIRS": pairs, "NORM": True,
         "HAS_WEIGHT": True, "ROTARY": True, "HALF_TABLE": False, "stride_cc": 1, "stride_sc": 1,
     }  # fmt: skip
     types = dict.fromkeys(("q_ptr", "k_ptr", "q_out_ptr", "k_out_ptr", "q_weight_ptr", "k_weight_ptr"), "*bf16")
-    compiled = build(_qk_norm_rope_kernel, constants, types | {"eps": "fp32"}, TARGETS[name], num_warps=4)
-    return {"kernel": "qk_norm_rope", **read(compiled)}
+    return row("qk_norm_rope", _qk_norm_rope_kernel, name, constants, types | {"eps": "fp32"}, num_warps=4)
 
 
-def append(name: str, width: int, tokens: int) -> dict:
+def append(name: str, width: int, tokens: int):
     constants = {
         "HEAD_DIM": width,
         "WIDTH": width,
@@ -363,11 +365,10 @@ def append(name: str, width: int, tokens: int) -> dict:
     constants |= {"RING": False, "stride_ksn": 1, "stride_vsn": 1}
     types = {"k_ptr": "*bf16", "v_ptr": "*bf16", "k_codes_ptr": "*i8", "v_codes_ptr": "*i8", "k_scale_ptr": "*bf16"}
     types |= {"v_scale_ptr": "*bf16", "position_ptr": "*i64"}
-    compiled = build(_append_kv_kernel, constants, types, TARGETS[name], num_warps=1 if tokens == 1 else 4)
-    return {"kernel": "append", **read(compiled)}
+    return row("append", _append_kv_kernel, name, constants, types, num_warps=1 if tokens == 1 else 4)
 
 
-def quantize_rows(name: str, columns: int, norm: str = "none", fp8: bool = False) -> dict:
+def quantize_rows(name: str, columns: int, norm: str = "none", fp8: bool = False):
     """Rows of an activation in 8 bit; after a LayerNorm modulated by adaLN's vectors, after an RMSNorm by its own; of
     two tensors beside each other."""
     _, width, pieces, rows, warps = quantize_shape(columns)
@@ -380,8 +381,7 @@ def quantize_rows(name: str, columns: int, norm: str = "none", fp8: bool = False
     }  # fmt: skip
     types = dict.fromkeys(("x_ptr", "beside_ptr", "weight_ptr", "gain_ptr", "shift_ptr"), "*bf16") | {"eps": "fp32"}
     types["codes_ptr"] = "*fp8e4nv" if fp8 else "*i8"
-    compiled = build(_quantize_rows_kernel, constants, types, TARGETS[name], ("count",), num_warps=warps)
-    return {"kernel": "quantize_rows", **read(compiled)}
+    return row("quantize_rows", _quantize_rows_kernel, name, constants, types, ("count",), num_warps=warps)
 
 
 # of an 8-bit matmul: rows, columns, activation function, the gate of gate · y + residual: one of each row, one for
@@ -398,9 +398,7 @@ LINEARS = {
 }
 
 
-def linear(
-    name: str, kind: str, fp8: bool = False, copied: bool = True, out: str = "bf16", split: bool = False
-) -> dict:
+def linear(name: str, kind: str, fp8: bool = False, copied: bool = True, out: str = "bf16", split: bool = False):
     """An 8-bit matmul with a bias and what follows. copied: by the copy engine, where the table says so. out: type of
     the output and of the residual. split: programs share the last tiles."""
     target, (rows, columns, activation, gate) = TARGETS[name], LINEARS[kind]
@@ -439,13 +437,13 @@ def linear(
         kernel = _linear_kernel
         constants |= {"BLOCK_K": tile.block_k, "STAGES": tile.num_stages, "ASM": target.backend == "cuda"}
         options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-    compiled = build(
-        kernel, constants, types, target, ("columns", "columns_out", "depth"), enable_fp_fusion=True, **options
-    )
-    return {"kernel": f"linear_{tile.kernel}", **read(compiled)}
+    return row(
+        f"linear_{tile.kernel}", kernel, name, constants, types, ("columns", "columns_out", "depth"),
+        enable_fp_fusion=True, **options,
+    )  # fmt: skip
 
 
-def add_parts(name: str, kind: str, fp8: bool = False) -> dict:
+def add_parts(name: str, kind: str, fp8: bool = False):
     """The sums of tiles that programs shared, with a bias and what follows."""
     _, _, activation, gate = LINEARS[kind]
     constants = {
@@ -456,14 +454,13 @@ def add_parts(name: str, kind: str, fp8: bool = False) -> dict:
     }  # fmt: skip
     types = {"sums_ptr": "*fp32" if fp8 else "*i32"}
     types |= dict.fromkeys(("out_ptr", "residual_ptr", "bias_ptr", "gate_ptr"), "*bf16")
-    compiled = build(_add_parts_kernel, constants, types, TARGETS[name], ("columns", "columns_out"), num_warps=4)
-    return {"kernel": "add_parts", **read(compiled)}
+    return row("add_parts", _add_parts_kernel, name, constants, types, ("columns", "columns_out"), num_warps=4)
 
 
 WEIGHT_ONLY_ROWS = {"few": 1, "sixteen": 16, "many": 64}
 
 
-def weight_only(name: str, kind: str, dtype: str = "bf16", fp8: bool = False) -> dict:
+def weight_only(name: str, kind: str, dtype: str = "bf16", fp8: bool = False):
     """A matmul of rows in 16 bit, or fp32, and an 8-bit weight, with a bias."""
     target, fp32 = TARGETS[name], dtype == "fp32"
     capability = target.arch if target.backend == "cuda" else 0
@@ -477,11 +474,10 @@ def weight_only(name: str, kind: str, dtype: str = "bf16", fp8: bool = False) ->
     }  # fmt: skip
     names = ("x_ptr", "out_ptr", "bias_ptr", "residual_ptr", "gate_ptr")
     types = {"w_ptr": "*fp8e4nv" if fp8 else "*i8"} | dict.fromkeys(names, f"*{dtype}")
-    compiled = build(
-        _weight_only_kernel, constants, types, target, ("columns", "columns_out", "depth"), num_warps=tile.num_warps,
-        num_stages=tile.num_stages, enable_fp_fusion=True,
+    return row(
+        "weight_only", _weight_only_kernel, name, constants, types, ("columns", "columns_out", "depth"),
+        num_warps=tile.num_warps, num_stages=tile.num_stages, enable_fp_fusion=True,
     )  # fmt: skip
-    return {"kernel": "weight_only", **read(compiled)}
 
 
 def linears(name: str):
@@ -510,7 +506,7 @@ def linears(name: str):
                 yield f"{name}/add_parts/{format}/{kind}", add_parts(name, kind, fp8=format == "fp8")
 
 
-def mixed(name: str, width: int, base: str, causal: bool = False) -> dict:
+def mixed(name: str, width: int, base: str, causal: bool = False):
     """Mixed attention: FP4 as the target multiplies it."""
     packed_fp4 = base in ("mxfp4", "nvfp4") and name in FP4_TARGETS
     constants = mixed_shape(width) | {"STAGES": stages_of(width, base), "BASE": base, "CAUSAL": causal}
@@ -518,15 +514,14 @@ def mixed(name: str, width: int, base: str, causal: bool = False) -> dict:
     block_q = 128 if packed_fp4 and name == "sm_100" else BLOCK
     constants["BLOCK_Q"] = block_q
     types = mixed_types(base, packed_fp4)
-    compiled = build(_mixed_attention_kernel, constants, types, TARGETS[name], num_warps=mixed_warps(width, block_q))
-    return {"kernel": "mixed", **read(compiled)}
+    return row("mixed", _mixed_attention_kernel, name, constants, types, num_warps=mixed_warps(width, block_q))
 
 
-def mixed_shape(width: int) -> dict:
+def mixed_shape(width: int):
     return {"HEAD_DIM": width, "WIDTH": width, "BLOCK": BLOCK}
 
 
-def mixed_types(base: str, packed_fp4: bool) -> dict:
+def mixed_types(base: str, packed_fp4: bool):
     types = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), "*bf16")
     types["codes_ptr"] = "*u8" if packed_fp4 else "*i8" if base.startswith("int") else "*fp16"
     types["group_scale_ptr"] = ("*fp8e4nv" if base == "nvfp4" else "*u8") if packed_fp4 else "*fp32"
@@ -538,20 +533,18 @@ def mixed_types(base: str, packed_fp4: bool) -> dict:
     }
 
 
-def mixed_prepare(name: str, width: int, base: str, selector: str = "block_mean") -> dict:
+def mixed_prepare(name: str, width: int, base: str, selector: str = "block_mean"):
     packed_fp4 = base in ("mxfp4", "nvfp4") and name in FP4_TARGETS
     constants = mixed_shape(width) | {"SAMPLED": 32 if width == 256 else 64, "BASE": base, "SELECTOR": selector}
     constants["PACKED_FP4"] = packed_fp4
     types = mixed_types(base, packed_fp4)
-    compiled = build(_prepare_mixed_kernel, constants, types, TARGETS[name], num_warps=preparing_warps(width, base))
-    return {"kernel": "mixed_prepare", **read(compiled)}
+    return row("mixed_prepare", _prepare_mixed_kernel, name, constants, types, num_warps=preparing_warps(width, base))
 
 
-def mixed_select(name: str, width: int, selector: str = "block_mean", skips: bool = False) -> dict:
+def mixed_select(name: str, width: int, selector: str = "block_mean", skips: bool = False):
     constants = mixed_shape(width) | {"CHUNK": CHUNK[width], "SPAN": SPAN, "SELECTOR": selector, "SKIPS": skips}
     constants |= {"CAUSAL": True, "STORE_CHOSEN": False, "BLOCK_Q": BLOCK}
-    compiled = build(_select_blocks_kernel, constants, mixed_types("int8", False), TARGETS[name], num_warps=4)
-    return {"kernel": "mixed_select", **read(compiled)}
+    return row("mixed_select", _select_blocks_kernel, name, constants, mixed_types("int8", False), num_warps=4)
 
 
 def selective(name: str):
@@ -614,7 +607,7 @@ def packed(name: str):
 
 
 def kernels(name: str):
-    """(key of the table, facts) of every kernel that is looked at on one target."""
+    """(key of the table, what makes its facts) of every kernel that is looked at on one target."""
     for width in WIDTHS:
         for scaling in SCALINGS:
             yield f"{name}/attention/{width}/{scaling}", attention(name, width, scaling)
@@ -673,16 +666,17 @@ def kernels(name: str):
 
 
 def main() -> None:
-    """`codegen.py [target ...]` prints a line a kernel; `codegen.py --write FILE` writes the table of all targets."""
+    """Print a line a kernel, or write the table of all targets."""
     if sys.argv[1:2] == ["--write"]:
-        rows = {key: facts for name in TARGETS for key, facts in kernels(name)}
+        rows = {key: made() for name in TARGETS for key, made in kernels(name)}
         lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(facts)}" for key, facts in rows.items())
         meta = json.dumps(compiled_from(rows))
         Path(sys.argv[2]).write_text(f'{{\n "meta": {meta},\n "kernels": {{\n{lines}\n }}\n}}\n')
         return
-    for name in sys.argv[1:] or TARGETS:
-        for key, facts in kernels(name):
-            print(json.dumps([key, facts]), flush=True)
+    name, *wanted = sys.argv[1:]
+    for key, made in kernels(name):
+        if not wanted or key in wanted:
+            print(json.dumps([key, made()]), flush=True)
 
 
 if __name__ == "__main__":

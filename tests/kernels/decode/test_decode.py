@@ -308,7 +308,9 @@ def test_the_tile_of_long_caches_is_that_of_the_gpu_it_was_timed_on():
 @pytest.mark.parametrize("name", ["decode_attention", "decode_attention_lse"])
 def test_decode_op_registration(name):
     given = list(arguments().values())
-    torch.library.opcheck(getattr(torch.ops.sage_kernels, name), (*given, None, None, False, True, None, 0.0, 0.125))
+    torch.library.opcheck(
+        getattr(torch.ops.sage_kernels, name), (*given, None, None, False, True, None, 0.0, 0.125, None)
+    )
 
 
 def test_append_and_decode_compile_to_one_graph():

@@ -13,7 +13,7 @@ from tests.kernels.decode.decode_cases import arguments
     ("changes", "error", "message"),
     [
         ({"q": [0.0]}, TypeError, "q: got list"),
-        ({"q": torch.zeros(2, 1, 4, 64, dtype=torch.int8)}, TypeError, "q: got dtype"),
+        ({"q": torch.zeros(2, 1, 4, 64, dtype=torch.int8)}, TypeError, "q: got torch.int8"),
         ({"q": torch.zeros(2, 4, 64)}, ValueError, "q: got rank"),
         ({"q": torch.zeros(3, 1, 4, 64)}, ValueError, "q: got batch 3"),
         ({"q": torch.zeros(2, 1, 3, 64)}, ValueError, "q: got 3 heads"),

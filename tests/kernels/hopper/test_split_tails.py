@@ -10,8 +10,8 @@ from sage_kernels._triton.attention.tiles import MAX_PIECES, Tail, Tile, choose_
 from sage_kernels.facts.masking import NO_MASKING
 from sage_kernels.facts.state import COUNT_REDONE, COUNT_TRIED
 from sage_kernels.planning.state import ScaleState, Site
-from tests.kernels.attention.attention_cases import FP8, Attend, normal
-from tests.kernels.hopper.test_hopper_kernel import ITS_RECIPES, TILES, rounded_like, skip_what_is_the_same
+from tests.kernels.attention.attention_cases import FP8, normal
+from tests.kernels.hopper.test_hopper_kernel import ITS_RECIPES, rounded_like, skip_what_is_the_same
 
 
 H200 = 132  # SMs
@@ -91,17 +91,10 @@ def test_fp8_runs_in_the_hopper_kernel_with_a_running_max_on_larger_tiles(monkey
 TAILS = {"all_in_two": (0, 2), "half_in_three": (2, 3), "last_in_eight": (1, 8)}
 
 
-@pytest.fixture(params=TILES)
-def hopper(request, monkeypatch):
-    """The op on the GPU, whose calls take the Hopper kernel; `cut` says how their tails are cut."""
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs a GPU of compute capability 9.0")
+@pytest.fixture
+def hopper(hopper, monkeypatch):
+    """The op whose calls take the Hopper kernel; `cut` says how their tails are cut."""
     from sage_kernels._triton.attention import launch as launch_attention
-
-    head_dim, tile = TILES[request.param]
-    monkeypatch.setattr(launch_attention, "device_tile", lambda *_, **__: tile)
-    attend = Attend("cuda", monkeypatch)
-    attend.head_dim, attend.tile = head_dim, tile
 
     def cut(kind):
         def chosen(tiles, *_):
@@ -112,8 +105,8 @@ def hopper(request, monkeypatch):
 
         monkeypatch.setattr(launch_attention, "choose_tail", chosen)
 
-    attend.cut = cut
-    return attend
+    hopper.cut = cut
+    return hopper
 
 
 @pytest.mark.gpu

@@ -259,23 +259,22 @@ def tried(done: subprocess.CompletedProcess) -> int:
     return sum(int(n) for n in re.findall(r"^tried (\d+)$", done.stdout, re.M))
 
 
-def test_E22_the_ops_answer_without_each_name_of_pytorch():
-    pytest.importorskip("transformers")
-    pytest.importorskip("diffusers")
-    script = TORCH.format(names=["", *compat.NAMES], on_gpu=False, extra="yes")
+def without_names_of_pytorch(**options) -> None:
+    script = TORCH.format(names=["", *compat.NAMES], **options)
     command = [sys.executable, "-c", f"import sys; sys.path[:0] = {[str(ROOT), str(ROOT / 'kernels')]!r}\n{script}"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert tried(done) == len(compat.NAMES) + 1
+
+
+def test_E22_the_ops_answer_without_each_name_of_pytorch():
+    pytest.importorskip("transformers")
+    pytest.importorskip("diffusers")
+    without_names_of_pytorch(on_gpu=False, extra="yes")
 
 
 @pytest.mark.gpu
 def test_E22_on_a_gpu():
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA GPU")
-    script = TORCH.format(names=["", *compat.NAMES], on_gpu=True, extra="")
-    command = [sys.executable, "-c", f"import sys; sys.path[:0] = {[str(ROOT), str(ROOT / 'kernels')]!r}\n{script}"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert tried(done) == len(compat.NAMES) + 1
+    without_names_of_pytorch(on_gpu=True, extra="")
 
 
 def test_E22_kernels_run_without_each_name_of_triton(tmp_path):

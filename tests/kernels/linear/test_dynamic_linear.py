@@ -7,14 +7,11 @@ import re
 import pytest
 import torch
 
-from sage_kernels import QuantizedRows, dynamic_linear, quantize_activation, quantize_weight, quantized_linear
+from sage_kernels import dynamic_linear, quantize_activation, quantize_weight, quantized_linear
 from sage_kernels.facts.recipe import GATED
-from sage_kernels.ops import replay
 from tests.kernels.linear.linear_cases import FORMATS, normal, skip_without_fp8
-from tests.support import recording_driver
 
 
-OP = torch.ops.sage_kernels.dynamic_linear.default
 OF_ROWS = ("norm", "norm_weight", "norm_bias", "eps", "gain", "shift", "balance", "beside")
 
 
@@ -117,132 +114,3 @@ def test_N04_a_bad_argument_is_named(name, monkeypatch):
 def test_a_modules_own_parameters_leave_no_gradient():
     norm, bias = (torch.nn.Parameter(vector(n)) for n in (64, 32))
     assert not dynamic_linear(X, weight_of({}), bias, norm="rms", norm_weight=norm).requires_grad
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_opcheck(device):
-    x, weight = X.to(device), weight_of({}, device=device)
-    for given in (x, x[:0], x.transpose(0, 1)):
-        rows = (given, "int8", "layer", vector().to(device), None, 1e-6, None, None, None, None)
-        for dtype in (torch.float16, torch.float32):
-            torch.library.opcheck(OP, (*rows, *weight, vector(32).to(device), "silu", None, None, dtype))
-    on_meta = dynamic_linear(X.to("meta"), QuantizedRows(*(y.to("meta") for y in weight)))
-    assert on_meta.is_meta and on_meta.shape == (2, 9, 32)
-
-
-def calls():
-    """Each is another call than all others."""
-    for name, options in OPTIONS.items():
-        weight = weight_of(options)
-        yield name, lambda o=options, w=weight: dynamic_linear(X, w, **o)
-    plain = weight_of({})
-    yield "16 bit", lambda: dynamic_linear(X.half(), plain)
-    yield "fewer rows", lambda: dynamic_linear(X[:, :5], plain)
-    yield "fewer columns", lambda: dynamic_linear(X, QuantizedRows(plain.codes[:16], plain.scale[:16]))
-    yield "fp8", lambda: dynamic_linear(X, weight_of({}, "fp8"))
-    yield "norm", lambda: dynamic_linear(X, plain, norm="rms")
-    yield "eps", lambda: dynamic_linear(X, plain, norm="rms", eps=1e-5)
-    # the same tensor at another place
-    for name in ("gain", "shift"):
-        yield f"a {name}", lambda n=name: dynamic_linear(X, plain, **{n: vector()})
-    for name in ("bias", "gate"):
-        yield f"a {name}", lambda n=name: dynamic_linear(X, plain, **{n: vector(32)})
-
-
-def test_calls_that_differ_in_anything_have_other_keys(monkeypatch):
-    seen = []
-
-    def no_replay(op, given, options, dispatched=False):
-        seen.append(replay.key_of(op, given, options))
-        return None, None
-
-    for module in ("linear", "linear_dynamic"):
-        monkeypatch.setattr(f"sage_kernels.ops.{module}.try_replay", no_replay)
-    number = sum(1 for _ in calls())
-    for _ in range(2):
-        for _, call in calls():
-            call()
-    for keys in ([x for x in seen if x[0] == "dynamic"], [x for x in seen if x[0] == "op dynamic_linear"]):
-        assert len(keys) == 2 * number and keys[:number] == keys[number:] and len(set(keys)) == number
-
-
-SCRIPT = """
-import torch
-from tests.support.recording_driver import install, named, record
-
-handed = install(device=None, stream=7)
-from sage_kernels._triton.linear import launch
-
-launch.processors_of = lambda device: 132
-NONE = dict.fromkeys(("weight", "bias", "shift", "balance", "beside"))
-
-def call(x, gain, weight, scale, residual):
-    rows = NONE | {"format": "int8", "norm": "rms", "eps": 1e-6, "gain": gain}
-    options = {"activation": "silu", "gate": None, "residual": residual, "dtype": torch.bfloat16}
-    return launch.launch_dynamic_linear(x, rows, weight, scale, None, **options)
-
-def draw():
-    vectors = torch.randn(2, 1, 64).bfloat16(), torch.zeros(32, 64, dtype=torch.int8), torch.ones(32)
-    return torch.randn(2, 9, 64).bfloat16(), *vectors, torch.randn(2, 9, 32).bfloat16()
-
-first, second = draw(), draw()
-result, again = record(lambda: call(*first), first)
-recorded = named(handed, first, result)
-assert again is not None and len(recorded) == 2, recorded
-made = again(second)
-replayed = named(handed, second, made)
-assert replayed == recorded, (recorded, replayed)
-assert [len(again.returned), len(again.offsets)] == [1, 2]  # codes and scales are scratch
-fresh = call(*second)
-assert named(handed, second, fresh) == recorded
-assert (made.shape, made.dtype) == (fresh.shape, fresh.dtype) and made.data_ptr() != fresh.data_ptr()
-shifted = torch.empty(second[0].numel() + 1, dtype=torch.bfloat16)[1:].view(second[0].shape)
-assert again((shifted, *second[1:])) is None and not handed
-print("made again alike")
-"""
-
-
-def test_a_replayed_call_launches_what_a_new_one_would(tmp_path):
-    pytest.importorskip("triton", reason="triton is not installed")
-    done = recording_driver.run(SCRIPT, tmp_path)
-    assert done.stdout == "made again alike\n", done.stderr[-3000:]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("through_op", [False, True])
-@pytest.mark.parametrize("format", FORMATS)
-def test_replayed_calls_read_new_numbers_and_meet_their_checks(format, through_op, monkeypatch):
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA GPU")
-    skip_without_fp8("cuda", format)
-    if through_op:  # as compiled code calls it
-        monkeypatch.setattr("sage_kernels.ops.linear_dynamic.try_replay", lambda *_: (None, None))
-    weight = quantize_weight(normal(640, 1000, seed=8).cuda(), format=format)
-    options = {"norm": "layer", "gain": normal(2, 1, 1000, seed=3).cuda(), "activation": "gelu"}
-    replay.forget()
-    for seed in range(4):
-        x, residual = (normal(2, 333, n, seed=seed + n).cuda().bfloat16() for n in (1000, 640))
-        given = options | {"residual": residual}
-        assert torch.equal(dynamic_linear(x, weight, **given), in_two_calls(x, weight, given)), seed
-    known = [key[0] for key in replay.replays]
-    assert ("op dynamic_linear" if through_op else "dynamic") in known
-    for bad, error in (({"activation": "relu"}, ValueError), ({"bias": x[0, 0]}, ValueError)):
-        with pytest.raises(error):
-            dynamic_linear(x, weight, **given | bad)
-    with pytest.raises(NotImplementedError):
-        dynamic_linear(x.requires_grad_(), weight, **given)
-
-
-@pytest.mark.gpu
-def test_in_a_cuda_graph():
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA GPU")
-    x, other = (normal(2, 700, 1024, seed=n).cuda().bfloat16() for n in (0, 1))
-    weight = quantize_weight(normal(512, 1024, seed=2).cuda())
-    before = [dynamic_linear(x, weight, norm="rms") for _ in range(2)]
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = dynamic_linear(x, weight, norm="rms")
-    x.copy_(other)
-    graph.replay()
-    assert torch.equal(out, in_two_calls(other, weight, {"norm": "rms"})) and not torch.equal(out, before[0])

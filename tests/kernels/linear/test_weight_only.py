@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch._dynamo.testing
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from sage_kernels import QuantizedRows, quantize_weight, weight_only_linear
-from sage_kernels.ops import linear, replay
 from tests.kernels.linear.linear_cases import DTYPES, FORMATS, normal
-from tests.support import recording_driver
 
 
 pytest.importorskip("triton", reason="triton is not installed")
@@ -83,8 +79,6 @@ def test_rows_of_a_matrix_in_turns(linears):
 @pytest.mark.parametrize(("columns", "depth"), [(4096, 4096), (6144, 2048), (12800, 1024)])
 def test_batch_invariant(columns, depth, format):
     """A row has the same bits alone and beside others. Without the option equal calls have equal bits."""
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA GPU")
     w = QuantizedRows(*(y.cuda() for y in quantize_weight(normal(columns, depth, seed=1), format=format)))
     x = normal(130, depth, dtype=torch.bfloat16).cuda()
     whole = weight_only_linear(x, w, batch_invariant=True)
@@ -98,8 +92,6 @@ def test_batch_invariant(columns, depth, format):
 @pytest.mark.gpu
 def test_a_chain_of_launches_that_overlap():
     """Each product reads the one before, in a graph: a launch that began early must have waited."""
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA GPU")
     weights = [QuantizedRows(*(y.cuda() for y in quantize_weight(normal(2048, 2048, seed=i) / 45))) for i in range(6)]
     for rows in (1, 12, 30, 64):
         x = normal(rows, 2048, dtype=torch.bfloat16).cuda()
@@ -218,151 +210,3 @@ def test_it_is_nearer_than_with_rows_in_8_bit(linears):
     ]
     # half a step of 127 levels of the largest of 1,024 N(0, 1), uniform: 3.2 / 127 / sqrt(12)
     assert errors[0] < 1.2 * 3.2 / 127 / 12**0.5 and errors[0] < 0.8 * errors[1]
-
-
-# --- what calls it ---
-
-
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request):
-    if request.param == "cuda" and not torch.cuda.is_available():
-        pytest.skip("needs a CUDA GPU")
-    return torch.device(request.param)
-
-
-def given(rows, device="cpu", dtype=torch.float32):
-    w = QuantizedRows(*(x.to(device) for x in weight(40, 64)))
-    return normal(rows, 64, dtype=dtype).to(device), w, normal(40, seed=2).to(device)
-
-
-def test_opcheck(device):
-    op = torch.ops.sage_kernels.weight_only_linear.default
-    for dtype in DTYPES:
-        x, w, bias = given(5, device, dtype)
-        for one, b in (
-            (x, None),
-            (x, bias),
-            (x[:0], bias),
-            (x[0], None),
-            (x[None, None], bias),
-            (x.mT.contiguous().mT, None),
-        ):
-            torch.library.opcheck(op, (one, *w, b, "none", None, None, dtype, False))
-
-
-def test_compiled_in_one_graph_and_new_lengths_compile_once_more(device):
-    torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(weight_only_linear, fullgraph=True, backend=counter)
-    for rows in (6, 9, 17, 5):
-        assert torch.equal(compiled(*given(rows, device)), weight_only_linear(*given(rows, device)))
-    assert counter.frame_count == 2
-
-
-def test_tracers_autocast_and_inference_mode(device):
-    x, w, bias = given(5, device)
-    wanted = weight_only_linear(x, w, bias)
-    graph = make_fx(lambda x, codes, scale, bias: weight_only_linear(x, QuantizedRows(codes, scale), bias))
-    targets = [str(node.target) for node in graph(x, *w, bias).graph.nodes]
-    assert "sage_kernels.weight_only_linear.default" in targets
-    with torch.autocast(device.type, torch.bfloat16):
-        assert torch.equal(weight_only_linear(x, w, bias), wanted)
-    with torch.inference_mode():
-        assert torch.equal(weight_only_linear(x.clone(), w, bias), wanted)
-    negative = torch._neg_view(-x)
-    assert torch.equal(weight_only_linear(negative, w, bias), wanted)
-    meta = weight_only_linear(x.to("meta"), QuantizedRows(*(y.to("meta") for y in w)))
-    assert meta.shape == (5, 40) and meta.is_meta
-    assert not weight_only_linear(x, w, torch.nn.Parameter(bias)).requires_grad
-
-
-X, W = normal(2, 6, 64), weight(32, 64)
-# each is another call than all others
-CALLS = {
-    "usual": lambda: weight_only_linear(X, W),
-    "shape": lambda: weight_only_linear(X[:, :5], W),
-    "stride": lambda: weight_only_linear(X.mT.contiguous().mT, W),
-    "dtype": lambda: weight_only_linear(X.half(), W),
-    "bias": lambda: weight_only_linear(X, W, torch.ones(32)),
-    "bias in 16 bit": lambda: weight_only_linear(X, W, torch.ones(32).half()),
-    "activation": lambda: weight_only_linear(X, W, activation="silu"),
-    "pairs": lambda: weight_only_linear(X, W, activation="swiglu"),
-    "gate": lambda: weight_only_linear(X, W, gate=torch.ones(32)),
-    "residual": lambda: weight_only_linear(X, W, residual=torch.ones(2, 6, 32)),
-    "output": lambda: weight_only_linear(X, W, dtype=torch.float16),
-    "invariant": lambda: weight_only_linear(X, W, batch_invariant=True),
-    "weight": lambda: weight_only_linear(X, QuantizedRows(W.codes[:16], W.scale[:16])),
-    "codes of other strides": lambda: weight_only_linear(X, QuantizedRows(W.codes.mT.contiguous().mT, W.scale)),
-}
-
-
-def test_calls_that_differ_in_anything_have_other_keys(monkeypatch):
-    seen = []
-
-    def no_replay(op, given, options, dispatched=False):
-        seen.append(replay.key_of(op, given, options))
-        return None, None
-
-    monkeypatch.setattr(linear, "try_replay", no_replay)
-    for call in (*CALLS.values(), *CALLS.values()):
-        call()
-    number = len(CALLS)
-    for is_op in (False, True):  # those that compiled code calls
-        keys = [key for key in seen if key[0].startswith("op ") == is_op]
-        assert len(keys) == 2 * number and keys[:number] == keys[number:] and len(set(keys)) == number
-
-
-@pytest.mark.gpu
-def test_replayed_calls_and_captured_give_the_same_bits():
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA GPU")
-    replay.forget()
-    x, w, bias = given(3, "cuda", torch.bfloat16)
-    first = weight_only_linear(x, w, bias)
-    assert len(replay.replays) == 1
-    assert all(torch.equal(weight_only_linear(x, w, bias), first) for _ in range(3))
-    op = torch.ops.sage_kernels.weight_only_linear
-    rest = ("none", None, None, torch.bfloat16, False)
-    assert all(torch.equal(op(x, *w, bias, *rest), first) for _ in range(3)) and len(replay.replays) == 2
-    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.graph(graph, stream=stream):
-        out = weight_only_linear(x, w, bias)
-    wanted = weight_only_linear(x.neg_(), w, bias)
-    graph.replay()
-    assert torch.equal(out, wanted) and not torch.equal(out, first)
-
-
-SCRIPT = """
-import torch
-from tests.support.recording_driver import install, named, record
-
-handed = install(device=None, stream=7)
-from sage_kernels._triton.linear import launch
-
-def call(x, codes, scale, bias):
-    return launch.launch_weight_only_linear(x, codes, scale, bias)
-
-def draw():
-    codes = torch.zeros(2, 32, 64, dtype=torch.int8)
-    return torch.randn(2, 9, 64).half(), codes.view(64, 64), torch.ones(64), torch.randn(64).half()
-
-first, second = draw(), draw()
-result, again = record(lambda: call(*first), first)
-assert again is not None
-recorded = named(handed, first, result)
-assert len(recorded) == 1
-made = again(second)
-assert named(handed, second, made) == recorded
-fresh = call(*second)
-assert named(handed, second, fresh) == recorded
-made, fresh = ([x] if torch.is_tensor(x) else x for x in (made, fresh))
-assert made[0].shape == fresh[0].shape and made[0].dtype == fresh[0].dtype
-print("made again alike")
-"""
-
-
-@pytest.mark.slow("a process; that of test_linear_runtime launches it, too")
-def test_a_replayed_call_launches_what_a_new_one_would(tmp_path):
-    done = recording_driver.run(SCRIPT, tmp_path)
-    assert done.stdout == "made again alike\n", done.stderr[-3000:]

@@ -72,14 +72,16 @@ def _power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-def launch_dynamic_linear(x, quantize: dict, weight, weight_scale, bias, **options):
-    """Launch `sage_kernels.dynamic_linear`. quantize: arguments of `launch_quantize_activation`."""
-    rows = launch_quantize_activation(x, **quantize, returned=False)
-    return launch_quantized_linear(*rows, weight, weight_scale, bias, **options)
+def launch_dynamic_linear(of_rows: tuple, of_product: tuple):
+    """Launch `sage_kernels.dynamic_linear`.
+
+    of_rows: arguments of `launch_quantize_activation`. of_product: those of `launch_quantized_linear` behind the rows.
+    """
+    return launch_quantized_linear(*launch_quantize_activation(*of_rows, returned=False), *of_product)
 
 
 def launch_quantize_activation(
-    x, *, format, norm, weight, bias, eps, gain, shift, balance, beside, returned: bool = True
+    x, format, norm, weight, bias, eps, gain, shift, balance, beside, *, returned: bool = True
 ):
     """Launch `sage_kernels.quantize_activation`. Rows of codes are a multiple of ALIGNMENT bytes apart.
 
@@ -116,7 +118,7 @@ def launch_quantize_activation(
 
 
 def launch_quantized_linear(
-    codes, scale, weight, weight_scale, bias, *, activation, gate, residual, dtype, tile: LinearTile | None = None
+    codes, scale, weight, weight_scale, bias, activation, gate, residual, dtype, *, tile: LinearTile | None = None
 ):
     """Launch `sage_kernels.quantized_linear`. tile: overrides the table (benchmarks, tests)."""
     shape, columns = codes.shape[:-1], weight.shape[0]
@@ -200,7 +202,7 @@ def launch_add_parts(sums, whole: int, out, residual, vectors, sizes, gate_strid
 
 
 def launch_weight_only_linear(
-    x, weight, weight_scale, bias, *, activation="none", gate=None, residual=None, dtype=None, batch_invariant=False,
+    x, weight, weight_scale, bias, activation="none", gate=None, residual=None, dtype=None, batch_invariant=False, *,
     tile: FewRowsTile | None = None,
 ):  # fmt: skip
     """Launch `sage_kernels.weight_only_linear`. tile: overrides the table (benchmarks, tests)."""
