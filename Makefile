@@ -26,8 +26,10 @@ demo: $(INSTALLED)
 	$(RUN) -m sage_processors.cli demo $(ARGS)
 
 # one thread per worker: two workers with two threads each only fight for the same two cores. Files in their order, not
-# those of many tests first: the one with the longest test has only one, and would be left for the end
-ON_CPU := OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+# those of many tests first: the one with the longest test has only one, and would be left for the end.
+# Bytecode is written, whatever the environment says: tests start processes, each of which would compile all that it
+# imports, and both workers read the same 300 files of tests
+ON_CPU := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # every guarantee once
 test: $(INSTALLED)

@@ -1,9 +1,10 @@
-"""The examples of several processes, under torchrun with two of them on a CPU."""
+"""The examples of several processes, with two of them on a CPU."""
 
 from __future__ import annotations
 
 import os
 import re
+import socket
 import subprocess
 import sys
 
@@ -17,15 +18,31 @@ from tests.support.repository import ROOT
 pytestmark = pytest.mark.slow("two processes each; test_parallel_models shows their attention")
 
 
+# what torchrun starts, but as one process that is two once the slow imports are done
+FORKED = """
+import os, runpy, sys
+from diffusers import StableDiffusionPipeline, WanPipeline
+import sage_processors.diffusion.handle, torch.distributed
+child = os.fork()
+os.environ.update(RANK=str(int(child == 0)), LOCAL_RANK=str(int(child == 0)))
+sys.argv.pop(0)
+runpy.run_path(sys.argv[0], run_name="__main__")
+if child and os.waitpid(child, 0)[1]:
+    sys.exit("the other process failed")
+"""
+
+
 def processes(name: str, *arguments) -> list[str]:
-    """What each of two processes that torchrun starts says."""
-    path = os.pathsep.join((str(ROOT), str(ROOT / "kernels")))
+    """What two processes say that run an example together."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
     environment = os.environ | {
-        "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1",
-        "COLUMNS": "200",
+        "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "kernels", EXAMPLES))), "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "COLUMNS": "200", "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
     }  # fmt: skip
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*torchrun, str(EXAMPLES / f"{name}.py"), *map(str, arguments)]
+    command = [sys.executable, "-c", FORKED, str(EXAMPLES / f"{name}.py"), *map(str, arguments)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
