@@ -19,7 +19,6 @@ import pytest
 import sage_processors as sp
 from sage_kernels.results import append_row, read_rows
 from sage_processors.calibration import policy_files as policy
-from sage_processors.evaluation import drawing
 from sage_processors.files.whole_file import check_output, whole_file, write_whole
 from tests.diffusion.reports.test_scale_files import learnt
 from tests.support.repository import ROOT, files
@@ -33,15 +32,9 @@ def save_policy(path):
     policy.write_policy(path, sp.SageAttnProcessor(), [], budget={}, result={}, curve=[])
 
 
-def save_figure(path):
-    pytest.importorskip("matplotlib", reason="the notebooks extra is not installed")
-    drawing.save(drawing.figure()[0], path)
-
-
 SAVERS = {
     "scales.safetensors": save_scales,
     "policy.json": save_policy,
-    "figure.png": save_figure,
     "any": lambda path: write_whole(path, "new"),
 }
 
@@ -136,9 +129,6 @@ def test_Q31_a_write_that_fails_leaves_the_old_file(name, tmp_path):
     if name == "scales.safetensors":
         handle = learnt("ddpm")[1]
         save = handle.save_scales
-    elif name == "figure.png":
-        save_figure(tmp_path / "first.png")  # matplotlib writes a font cache of its own
-        (tmp_path / "first.png").unlink()
     with no_file_longer_than(2), pytest.raises(OSError) as error:
         save(path)
     assert error.value.errno == errno.EFBIG
