@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 import pytest
-import torch
 from typer.testing import CliRunner
 
 import sage_processors as sp
@@ -71,29 +70,6 @@ def test_differences_of_attention_are_those_of_batches_and_need_six():
     five = [measured(result.name, *result.attention_sqnr_db[:5]) for result in (base, worse)]
     table = calibrate_command._differences(five, "timestep", "attention_sqnr_db")
     assert list(table.columns[-1].cells) == ["5 of 6 pairs: too few to say"]
-
-
-@pytest.mark.slow("draws pictures in three dtypes")
-def test_a_dtype_of_ones_own_is_part_of_the_case(tmp_path, monkeypatch):
-    csv, tf32, evaluate = tmp_path / "results.csv", [], quality.evaluate
-
-    def watched(pipe, *arguments, **options):
-        tf32.append((pipe.dtype, torch.backends.cudnn.allow_tf32))
-        return evaluate(pipe, *arguments, **options)
-
-    monkeypatch.setattr(quality, "evaluate", watched)
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
-    small = ["tiny_flux", "--images", 1, "--steps", 1, "--device", "cpu", "--csv", csv]
-    one = ["--variant", "timestep"]
-    for dtype in (["--dtype", "bfloat16"], ["--dtype", "float32"], []):  # the last two are the same on a CPU
-        assert invoke("bench", "rules", *small, *one, *dtype, "--hard", "hard").exit_code == 0
-    float32 = (torch.float32, False)  # it is what it says on a GPU too
-    assert tf32 == [(torch.bfloat16, True), float32, float32]
-    rows = {}
-    for row in read_rows(csv):
-        rows.setdefault((row["case"], row["metric"]), []).append(row["median"])
-    in_fp32, in_bf16 = (rows[f"tiny_flux{x}_hard/timestep", "psnr_db"] for x in ("", "_bfloat16"))
-    assert in_fp32[0] == in_fp32[1] and len(in_bf16) == 1 and float(in_bf16[0]) < float(in_fp32[0]) - 1
 
 
 def test_calibrate_writes_a_policy_and_its_rows(tmp_path):

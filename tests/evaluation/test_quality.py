@@ -72,18 +72,6 @@ def test_evaluate_measures_each_variant_against_stock():
     assert all(40 < value < quality.PSNR_CEILING for value in results["dynamic"].psnr_db)
 
 
-@pytest.mark.slow("draws pictures in several runs")
-def test_evaluate_fresh_state_forgets_the_batch_before():
-    pipe, config = pipeline("tiny_flux"), sp.SageAttnProcessor(scaling="timestep")
-    variants = (quality.Variant("fresh", config), quality.Variant("warm", config, warm=True))
-    prompts, seeds = [PROMPTS[0]] * 2, [7, 7]  # the same picture twice, in two batches
-    results = quality.evaluate(pipe, prompts, seeds, variants, steps=3, batch=1)
-    assert results["fresh"].psnr_db[0] == results["fresh"].psnr_db[1]
-    # the warm state has seen another seed, then this very picture: its plans differ from the fresh ones
-    assert results["warm"].psnr_db[0] != results["fresh"].psnr_db[0]
-    assert results["warm"].int8_calls == 3 * results["fresh"].int8_calls // 2
-
-
 @pytest.mark.slow("draws pictures with a probe")
 def test_evaluate_measures_attention_of_each_batch_and_leaves_its_pictures():
     """Each batch's number is that of a probe on this batch alone: no earlier batch, no warm-up."""

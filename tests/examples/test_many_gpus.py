@@ -31,7 +31,7 @@ os.environ.update(RANK=str(int(child == 0)), LOCAL_RANK=str(int(child == 0)))
 for port, *arguments in json.loads(sys.argv[1]):
     os.environ["MASTER_PORT"], sys.argv = port, arguments
     runpy.run_path(sys.argv[0], run_name="__main__")
-    print("", end="\\f", flush=True)
+    print(end="\\f" if child else "", flush=True)
 if child and os.waitpid(child, 0)[1]:
     sys.exit("the other process failed")
 """
