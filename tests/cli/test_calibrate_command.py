@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import sage_processors as sp
 from sage_kernels.results import read_rows
+from sage_processors.calibration import search as calibration
 from sage_processors.cli import calibrate as calibrate_command
 from sage_processors.cli.calibrate import HARD
 from sage_processors.cli.main import app
@@ -83,45 +85,36 @@ def test_calibrate_writes_a_policy_and_its_rows(tmp_path):
     assert [row["median"] for row in read_rows(csv) if row["metric"] == "int8_share"] == ["1.0"]
 
 
-@pytest.mark.slow("a whole calibration")
-def test_calibrate_takes_a_recipe_and_a_dtype(tmp_path):
-    output, csv = tmp_path / "policy.json", tmp_path / "results.csv"
-    small = ["tiny_flux", "--images", 1, "--steps", 1, "--batch", 1, "--device", "cpu"]
-    arguments = ["calibrate", *small, "--target-psnr", 10, "--scaling", "timestep", "--output", output]
-    done = invoke(*arguments, "--recipe", "qk_int8_pv_fp8", "--dtype", "bfloat16", "--csv", csv)
-    assert done.exit_code == 0, done.output
-    assert cases(csv) == {"tiny_flux_bfloat16/policy"}
-    assert sp.SageAttnProcessor.from_policy(output).recipe == "qk_int8_pv_fp8"
-    done = invoke(*arguments, "--recipe", "qk_int4")
+def test_options_of_calibrate_reach_the_search(tmp_path, monkeypatch):
+    asked = {}
+
+    def search(pipe, prompts, **options):
+        asked.update(options, dtype=pipe.dtype)
+        raise ValueError("that is enough")
+
+    monkeypatch.setattr(calibration, "calibrate", search)
+    small = ["tiny_flux", "--images", 1, "--device", "cpu", "--target-psnr", 10, "--output", tmp_path / "p.json"]
+    more = ["--recipe", "qk_int8_pv_fp8", "--dtype", "bfloat16", "--linears", "int8", "--skip-limit", 0.1]
+    done = invoke("calibrate", *small, *more)
+    assert done.exit_code == 2 and "that is enough" in done.output, done.output
+    assert (asked["recipes"], asked["dtype"], asked["linears"]) == (["qk_int8_pv_fp8"], torch.bfloat16, ["int8"])
+    assert asked["skip_limits"] == [0.1] and asked["config"].linears.min_features == 0
+    done = invoke("calibrate", *small, "--recipe", "qk_int4")
     assert done.exit_code == 2 and "qk_int4" in done.output
 
 
 @pytest.mark.slow("draws pictures with two schedulers")
-@pytest.mark.slow("a whole calibration")
-def test_calibrate_searches_linear_layers(tmp_path):
-    output = tmp_path / "policy.json"
-    small = ["tiny_sd", "--images", 1, "--steps", 1, "--batch", 1, "--device", "cpu"]
-    more = ["--target-psnr", 40, "--scaling", "timestep", "--linears", "int8", "--output", output]
-    done = invoke("calibrate", *small, *more)
-    assert done.exit_code == 0, done.output
-    config = sp.SageAttnProcessor.from_policy(output)
-    assert (
-        config.linears == sp.Linears("int8", min_features=0) and "of the linear layers' work in 8 bit" in done.output
-    )
-
-
-@pytest.mark.slow("two calibrations")
 def test_transfer_compares_own_and_foreign_tables(tmp_path):
     csv = tmp_path / "results.csv"
     name = "FlowMatchEulerDiscreteScheduler"
     done = invoke(
-        "bench", "transfer", "tiny_flux", "--source", f"{name}:3:shift=1",
-        "--target", f"{name}:2:shift=3", "--images", 2, "--batch", 1, "--csv", csv, "--device", "cpu",
+        "bench", "transfer", "tiny_flux", "--source", f"{name}:2:shift=1",
+        "--target", f"{name}:2:shift=3", "--images", 1, "--batch", 1, "--csv", csv, "--device", "cpu",
         "--dtype", "bfloat16",
     )  # fmt: skip
     assert done.exit_code == 0, done.output
     assert cases(csv) == {f"tiny_flux_bfloat16_{name}:2:shift=3/timestep_{x}" for x in ("warm", "transferred")}
-    assert "10/10 steps" not in done.output and "14/14 steps" in done.output  # 2 steps of: a warm-up, 3 x 2 pictures
+    assert "8/8 steps" in done.output  # 2 steps of: a warm-up, and 3 pictures
     assert any(row["metric"] == "attention_sqnr_db_mean" for row in read_rows(csv))
 
 
