@@ -225,7 +225,7 @@ def test_skipping_is_measured_with_prompts_that_stay_and_that_change(tmp_path, m
 
     # the fewest tokens that have lists
     monkeypatch.setitem(measure_video.SIZES, "wide", {"height": 80, "width": 80, "num_frames": 21})
-    size, real = measure.Size(images=2, steps=3, batch=2), torch.rand(64, 32, dtype=torch.float64)
+    size, real = measure.Size(images=2, steps=4, batch=2), torch.rand(64, 32, dtype=torch.float64)
     skips = measure_skipping.options(skip={"limit": 0.9, "first_steps": 1})
     stock, found = {}, {}
     for switched in (False, True):
