@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+import drawing
 import measure
+import picture_report
+from picture_report import Row
 
-from sage_processors.evaluation import drawing, picture_report
 from sage_processors.evaluation.metrics import Interval
-from sage_processors.evaluation.picture_report import Row
 
 
 class Run(NamedTuple):

@@ -22,15 +22,16 @@ import tempfile
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+import drawing
 import measure
 import torch
 from IPython.display import Image, Markdown, display
+from picture_report import PSNR_CEILING, markdown_table
 
 import sage_processors as sp
 from sage_processors.calibration.linear_choices import LinearChoices
-from sage_processors.evaluation import drawing, metrics
+from sage_processors.evaluation import metrics
 from sage_processors.evaluation.hard_linears import inject_channel_outliers
-from sage_processors.evaluation.picture_report import PSNR_CEILING, markdown_table
 
 
 # %% tags=["parameters"]

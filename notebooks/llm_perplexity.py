@@ -17,13 +17,14 @@
 # %%
 from pathlib import Path
 
+import drawing
 import torch
 from IPython.display import Image, Markdown, display
+from picture_report import markdown_table
 
 from sage_kernels import RECIPES
-from sage_processors.evaluation import drawing, language
+from sage_processors.evaluation import language
 from sage_processors.evaluation.metrics import Interval
-from sage_processors.evaluation.picture_report import markdown_table
 
 
 # %% tags=["parameters"]

@@ -23,6 +23,7 @@ import copy
 from pathlib import Path
 from types import SimpleNamespace
 
+import drawing
 import measure
 import tiny_data
 import torch
@@ -30,12 +31,11 @@ import torch.nn.functional as F
 from diffusers import DiffusionPipeline
 from IPython.display import Image, Markdown
 from peft import LoraConfig
+from picture_report import markdown_table
 
 import sage_processors as sp
 from sage_kernels.testing import relative_l2
 from sage_processors import pipelines
-from sage_processors.evaluation import drawing
-from sage_processors.evaluation.picture_report import markdown_table
 
 
 # %% tags=["parameters"]

@@ -32,6 +32,7 @@ for folder in (HERE.parent, HERE.parent / "kernels", HERE.parent / "examples"):
         sys.path.append(str(folder))
 
 import tiny_data  # noqa: E402
+from picture_report import Pictures, Row, report  # noqa: E402
 
 import sage_processors as sp  # noqa: E402
 from sage_kernels import RECIPES  # noqa: E402
@@ -39,7 +40,6 @@ from sage_kernels.results import append_row, check_appendable, environment  # no
 from sage_processors import pipelines  # noqa: E402
 from sage_processors.evaluation import hard_variants, quality  # noqa: E402
 from sage_processors.evaluation.feature_distance import features, load_classifier  # noqa: E402
-from sage_processors.evaluation.picture_report import Pictures, Row, report  # noqa: E402
 from sage_processors.files.whole_file import check_output, whole_file, write_whole  # noqa: E402
 from sage_processors.option_groups import SCALINGS  # noqa: E402
 

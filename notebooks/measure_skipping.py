@@ -22,6 +22,7 @@ import measure
 import measure_video
 import tiny_videos
 import torch
+from picture_report import Row
 
 import sage_processors as sp
 from sage_kernels import DEFAULT_RECIPE
@@ -29,7 +30,6 @@ from sage_processors import pipelines
 from sage_processors.evaluation import quality
 from sage_processors.evaluation.feature_distance import load_classifier
 from sage_processors.evaluation.metrics import mean_interval
-from sage_processors.evaluation.picture_report import Row
 from sage_processors.files.whole_file import check_output
 
 

@@ -20,16 +20,17 @@ from typing import Any
 import measure
 import tiny_videos
 import torch
+import video_report
+from picture_report import Row
 from tiny_video_check import obeyed
+from video_report import Clips
 
 from sage_kernels import RECIPES
 from sage_kernels.results import check_appendable
 from sage_processors import pipelines
-from sage_processors.evaluation import video_report, videos
+from sage_processors.evaluation import videos
 from sage_processors.evaluation.feature_distance import load_classifier
 from sage_processors.evaluation.metrics import mean_interval
-from sage_processors.evaluation.picture_report import Row
-from sage_processors.evaluation.video_report import Clips
 from sage_processors.files.whole_file import check_output
 
 

@@ -21,13 +21,14 @@
 import tempfile
 from pathlib import Path
 
+import drawing
 import measure
+import picture_report
 import torch
 from IPython.display import Image, Markdown, display
 
 import sage_processors as sp
 from sage_kernels import DEFAULT_RECIPE, RECIPES
-from sage_processors.evaluation import drawing, picture_report
 from sage_processors.evaluation.feature_distance import classifier_metrics, load_classifier
 from sage_processors.evaluation.side_by_side import amplification, side_by_side
 

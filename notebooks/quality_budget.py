@@ -20,15 +20,16 @@
 import tempfile
 from pathlib import Path
 
+import drawing
 import measure
 import torch
 from IPython.display import Image, Markdown, display
+from picture_report import PSNR_CEILING, markdown_table
 
 import sage_processors as sp
 from sage_kernels import DEFAULT_RECIPE
 from sage_kernels.results import read_rows
-from sage_processors.evaluation import drawing, metrics
-from sage_processors.evaluation.picture_report import PSNR_CEILING, markdown_table
+from sage_processors.evaluation import metrics
 
 
 # %% tags=["parameters"]

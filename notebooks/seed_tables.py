@@ -21,14 +21,14 @@ import math
 import sys
 from pathlib import Path
 
+import drawing
 import seed_claims
 import torch
 from IPython.display import Image, Markdown, display
+from picture_report import markdown_table
 from seed_claims import FLASH, LESSON, LITE, QUICK, THRIFT, Claim
 
 from sage_kernels.results import read_rows
-from sage_processors.evaluation import drawing
-from sage_processors.evaluation.picture_report import markdown_table
 
 
 # %% tags=["parameters"]

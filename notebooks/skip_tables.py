@@ -7,11 +7,12 @@ Runs are those of clip_tables.py. The run of the same clips with prompts that ch
 
 from __future__ import annotations
 
+import drawing
+import picture_report
 from clip_tables import Numbers, Run, legend, points, shown
+from picture_report import Row
 
-from sage_processors.evaluation import drawing, picture_report
 from sage_processors.evaluation.metrics import Interval
-from sage_processors.evaluation.picture_report import Row
 
 
 DENSE, CALIBRATED, SWITCHED = "dense", "calibrated", "_switched"

@@ -19,15 +19,16 @@
 # %%
 from pathlib import Path
 
+import drawing
 import measure
 import replay
 import torch
 from IPython.display import Image, Markdown
+from picture_report import markdown_table
 
 import sage_processors as sp
 from sage_processors import pipelines
-from sage_processors.evaluation import drawing, metrics, quality
-from sage_processors.evaluation.picture_report import markdown_table
+from sage_processors.evaluation import metrics, quality
 
 
 # %% tags=["parameters"]

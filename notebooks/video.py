@@ -28,16 +28,18 @@ import tempfile
 from pathlib import Path
 
 import clip_tables
+import drawing
 import measure
 import measure_skipping
 import measure_video
+import picture_report
 import skip_tables
 import torch
 from IPython.display import Image, Markdown, display
 
 import sage_processors as sp
 from sage_kernels import DEFAULT_RECIPE, RECIPES
-from sage_processors.evaluation import drawing, picture_report, video_drawing
+from sage_processors.evaluation import video_drawing
 from sage_processors.evaluation.feature_distance import load_classifier
 
 

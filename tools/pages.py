@@ -21,20 +21,13 @@ PAGES = (
 )  # fmt: skip
 BEGIN = "<!-- {}:begin -->"  # markers around a section, with its name
 END = "<!-- {}:end -->"
-PAGE = "RESULTS.md"  # beside results.csv
-PAGE_HEADER = """# Results
-
-All of [results.csv](results.csv), the newest row of each kind, written by `python -m tools.pages`. Pictures and
-texts are of small models of our own; what their columns mean stands in [docs/results.md](../../docs/results.md).
-
-"""
 
 
 def sections(rows: list[dict[str, str]]) -> dict[str, str]:
     """Return {name of a section: its Markdown} for all sections that a page may have."""
     return {
         "figures": figures_markdown(rows),
-        "results": results_markdown(rows, summary=True),
+        "results": results_markdown(rows),
         "peers": peers(rows),
         "linears": linears(rows),
         "linear_rivals": linear_rivals(rows),
@@ -65,21 +58,19 @@ def replace_sections(text: str, found: dict[str, str]) -> str:
 
 
 def update(pages: Iterable[str | Path], results: str | Path) -> bool:
-    """Rewrite the sections of these pages, and RESULTS.md beside results.csv. Returns True if any changed.
+    """Rewrite the sections of these pages. Returns True if any changed.
 
     Raises: ValueError for a page without markers; nothing is written then.
     """
     from sage_kernels.results import read_rows
 
-    rows = read_rows(results)
-    found = sections(rows)
-    texts = {Path(results).with_name(PAGE): PAGE_HEADER + results_markdown(rows) + "\n"}
+    found, texts = sections(read_rows(results)), {}
     for page in map(Path, pages):
         try:
             texts[page] = replace_sections(page.read_text(encoding="utf-8"), found)
         except ValueError as error:
             raise ValueError(f"{page}: {error}") from error
-    changed = [path for path in texts if not path.is_file() or path.read_text(encoding="utf-8") != texts[path]]
+    changed = [path for path in texts if path.read_text(encoding="utf-8") != texts[path]]
     for path in changed:
         write_whole(path, texts[path])
     return bool(changed)
@@ -87,7 +78,7 @@ def update(pages: Iterable[str | Path], results: str | Path) -> bool:
 
 def main(arguments: list[str] | None = None) -> None:
     """Rewrite the pages' tables, as a command. Exits with 2 and a message if a file is missing."""
-    parser = argparse.ArgumentParser(description="Rewrite RESULTS.md and the tables in the pages.")
+    parser = argparse.ArgumentParser(description="Rewrite the tables in the pages.")
     parser.add_argument("--page", type=Path, action="append", help="page with markers; may be repeated")
     parser.add_argument("--results", type=Path, default=RESULTS)
     given = parser.parse_args(arguments)

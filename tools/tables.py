@@ -21,98 +21,34 @@ LANGUAGE = {  # metric of a language model's row: heading
 NO_INT8 = "none: no call ran in INT8"  # in place of a ratio
 
 
-def results_markdown(rows: Iterable[dict[str, str]], *, summary: bool = False) -> str:
-    """Return all tables, from the newest row of every case, GPU, provider, recipe and metric.
+def results_markdown(rows: Iterable[dict[str, str]]) -> str:
+    """Return the tables of docs/results.md, from the newest row of every case, GPU, provider, recipe and metric.
 
-    The newest row is the last in the file.
-    summary: for readers of the documentation: one run of each pipeline, the default scaling, and lengths at which INT8
-        pays.
+    The newest row is the last in the file. One run of each pipeline, the default scaling, lengths at which INT8 pays.
     """
-    rows = list(rows)
-    quality = [row for row in rows if row["suite"] == "quality"]
-    pictures = [row for row in quality if row["metric"] not in LANGUAGE]
-    attention = [row for row in rows if row["suite"] == "attention_fwd"]
-    whole = [row for row in rows if row["suite"] == "end_to_end"]
-    return "\n\n".join(
-        (
-            "### Picture quality\n\n" + (_quality_summary(pictures) if summary else _quality(pictures)),
-            "### Language models\n\n" + _language([row for row in quality if row["metric"] in LANGUAGE]),
-            "### Attention forward\n\n" + _attention(attention, summary),
-            *(() if summary else ("### How attention is called\n\n" + _calls(attention),)),
-            *(() if summary else ("### What a fixed softmax reference costs\n\n" + _softmax(attention),)),
-            "### Decoding over an INT8 cache\n\n" + _decoding([r for r in rows if r["suite"] == "decode"]),
-            "### Whole models\n\n" + _whole_models([r for r in whole if not is_layer_row(r)], summary),
-            *(() if summary else ("### Launch layers\n\n" + launch_layers(whole),)),
-        )
-    )
+    suites: dict[str, list[dict[str, str]]] = {}
+    for row in rows:
+        is_text = row["suite"] == "quality" and row["metric"] in LANGUAGE
+        suites.setdefault("language" if is_text else row["suite"], []).append(row)
+    whole = [row for row in suites.get("end_to_end", []) if not is_layer_row(row)]
+    tables = {
+        "Picture quality": _quality(suites.get("quality", [])),
+        "Language models": _language(suites.get("language", [])),
+        "Attention forward": _attention(suites.get("attention_fwd", [])),
+        "Decoding over an INT8 cache": _decoding(suites.get("decode", [])),
+        "Whole models": _whole_models(whole),
+    }
+    return "\n\n".join(f"### {title}\n\n{table}" for title, table in tables.items())
 
 
 def _newest(rows: list[dict[str, str]], *names: str) -> dict[tuple[str, ...], dict[str, str]]:
     return {tuple(row[name] for name in names): row for row in rows}
 
 
-QUALITY = {  # metric: heading, samples, digits to show
-    "psnr_db": ("PSNR, dB", "pictures", 2),
-    "ssim": ("SSIM", "pictures", 4),
-    "attention_sqnr_db": ("SQNR of attention's output against exact attention, dB", "batches of pictures", 2),
-}
-TRANSFERRED = {"timestep_warm": "own table", "timestep_transferred": "transferred"}
-
-
-def _quality(rows: list[dict[str, str]]) -> str:
-    """Return a table per metric, a line per pipeline, recipe, device and number of pictures.
-
-    Scales that were learnt with another scheduler have tables of their own.
-    """
-    metrics = [f"{metric}_{of}" for metric in QUALITY for of in ("mean", "worst")]
-    rows = [row for row in rows if row["metric"] in metrics]
-    if not rows:
-        return "No rows yet: `sage-processors bench rules tiny_sd --csv kernels/benchmarks/results.csv`."
-    # batch is the number of pictures: different numbers are different runs
-    by_key = _newest(rows, "case", "recipe", "gpu", "batch", "metric")
-    cells: dict[tuple, str] = {}
-    ways: dict[str, str] = {}
-    lines = set()
-    for case, recipe, gpu, pictures, _ in by_key:
-        pipeline, _, way = case.partition("/")
-        is_transfer = ":" in pipeline  # {pipeline}_{scheduler}:{steps}
-        if not is_transfer:
-            ways[way] = way
-        # stock attention has no recipe: it stands beside the default one
-        line = (is_transfer, pipeline, recipe or DEFAULT_RECIPE, gpu, pictures)
-        lines.add(line)
-        for metric, (*_, digits) in QUALITY.items():
-            found = [by_key.get((case, recipe, gpu, pictures, f"{metric}_{of}")) for of in ("mean", "worst")]
-            if any(found):
-                mean, worst = ("–" if row is None else f"{float(row['median']):.{digits}f}" for row in found)
-                key = (metric, *line, way)
-                cells[key] = f"{mean} ({worst})"
-    in_order = sorted(lines, key=lambda line: (*line[:-1], int(line[-1] or 0)))
-
-    def table(text, metric, transfers, columns):
-        """Return [text, table] of the lines and columns with a number; [] without any."""
-        own = {key[2:]: cell for key, cell in cells.items() if key[:2] == (metric, transfers)}
-        used = {way: heading for way, heading in columns.items() if any(key[-1] == way for key in own)}
-        body = [
-            [*line, *(own.get((*line, way), "–") for way in used)]
-            for is_transfer, *line in in_order
-            if is_transfer == transfers and any((*line, way) in own for way in used)
-        ]
-        return [text, markdown_table(["pipeline", "recipe", "on", "pictures", *used.values()], body)] if body else []
-
-    parts = []
-    for metric, (heading, samples, _) in QUALITY.items():
-        parts += table(f"{heading}: mean over the {samples}, in brackets the worst.", metric, False, ways)
-    for metric in ("psnr_db", "attention_sqnr_db"):
-        text = f"{QUALITY[metric][0]}, with a table of scales learnt with this scheduler, and with another one."
-        parts += table(text, metric, True, TRANSFERRED)
-    return "\n\n".join(parts)
-
-
 SUMMARY_WAYS = ("dynamic", "timestep", "timestep_warm", "static", "sigma_ratio")
 
 
-def _quality_summary(rows: list[dict[str, str]]) -> str:
+def _quality(rows: list[dict[str, str]]) -> str:
     """Return a table with a line per pipeline: PSNR of its run with most pictures, and attention's SQNR.
 
     Runs on a CPU count only if there is none on a GPU.
@@ -127,7 +63,7 @@ def _quality_summary(rows: list[dict[str, str]]) -> str:
             if row["metric"] == f"{metric}_mean":
                 pipeline, _, way = row["case"].partition("/")
                 run = runs.setdefault(pipeline, {}).setdefault((row["gpu"], row["batch"]), {})
-                run[way] = f"{float(row['median']):.{QUALITY[metric][2]}f}"
+                run[way] = f"{float(row['median']):.2f}"
         found = {}
         for pipeline, by_run in runs.items():
             complete = {key: ways for key, ways in by_run.items() if {"dynamic", "timestep"} <= ways.keys()}
@@ -138,7 +74,7 @@ def _quality_summary(rows: list[dict[str, str]]) -> str:
 
     psnr, sqnr = best_runs("psnr_db"), best_runs("attention_sqnr_db")
     if not psnr:
-        return _quality([])
+        return "No rows yet: `sage-processors bench rules tiny_sd --csv kernels/benchmarks/results.csv`."
     lines = []
     for pipeline in sorted(psnr):
         (gpu, pictures), ways = psnr[pipeline]
@@ -166,41 +102,27 @@ def _language(rows: list[dict[str, str]]) -> str:
 SUMMARY_SQUARES = re.compile(r"D(64|128)_N(4096|16384|65536)_(full|causal)$|(?!D\d)")
 
 
-def _attention(rows: list[dict[str, str]], summary: bool = False) -> str:
-    """Return two tables: speeds by shape and GPU; the largest error of each recipe and scaling."""
-    from sage_kernels.results import is_crossover_row, is_scaling_row
-
-    rows = [r for r in rows if r["metric"] == "throughput" and not is_crossover_row(r) and is_scaling_row(r)]
-    if summary:  # the bare shape is the default, timestep scaling with a plan
-        rows = [row for row in rows if "/" not in row["case"] and SUMMARY_SQUARES.match(row["case"])]
-    cells: dict[tuple, str] = {}
-    errors: dict[tuple, str] = {}
-    shapes: dict[tuple, None] = {}  # in the order of their rows
-    for (case, gpu, recipe), row in _newest(
-        [row for row in rows if row["provider"] == "sage_kernels"], "case", "gpu", "recipe"
-    ).items():
-        shape, _, scaling = case.partition("/")
-        way = (recipe, scaling or "timestep")
-        ratio = f" ({row['ratio_vs_cudnn']}×)" if row["ratio_vs_cudnn"] else ""
-        cells[shape, gpu, way] = row["median"] + ratio
-        shapes.setdefault((shape, gpu), None)
-        if row["rel_l2_error"]:
-            errors[way] = max(errors.get(way, ""), row["rel_l2_error"], key=lambda x: float(x or 0))
-    if not cells:
+def _attention(rows: list[dict[str, str]]) -> str:
+    """Return two tables: speeds by shape and GPU; the largest error of each recipe. A bare shape is planned scales."""
+    rows = [row for row in rows if row["metric"] == "throughput" and "/" not in row["case"]]
+    rows = [row for row in rows if SUMMARY_SQUARES.match(row["case"])]
+    by_key = _newest(rows, "case", "gpu", "provider", "recipe")
+    ours = [key for key in by_key if key[2] == "sage_kernels"]
+    if not ours:
         return "No rows yet: `make bench` on a machine with a GPU."
-    cudnn = _newest([row for row in rows if row["provider"] == "torch_sdpa_cudnn"], "case", "gpu")
-    ways = sorted(dict.fromkeys(way for *_, way in cells), key=lambda way: (way[0], way[1] != "timestep", way[1]))
+    recipes = sorted({recipe for *_, recipe in ours})
     lines = []
-    for shape, gpu in shapes:
-        other = cudnn.get((shape, gpu))
-        lines.append([shape, gpu, other["median"] if other else "–", *(cells.get((shape, gpu, x), "–") for x in ways)])
-    speed = markdown_table(["shape", "on", "cuDNN", *(f"{scaling}, {recipe}" for recipe, scaling in ways)], lines)
-    worst = markdown_table(
-        ["recipe", "scaling", "largest relative L2 error"],
-        [[recipe, scaling, errors.get((recipe, scaling), "–")] for recipe, scaling in ways],
-    )
+    for case, gpu in dict.fromkeys(key[:2] for key in ours):
+        other, cells = by_key.get((case, gpu, "torch_sdpa_cudnn", "")), []
+        for recipe in recipes:
+            row = by_key.get((case, gpu, "sage_kernels", recipe), {"median": "–", "ratio_vs_cudnn": ""})
+            cells.append(row["median"] + (f" ({row['ratio_vs_cudnn']}×)" if row["ratio_vs_cudnn"] else ""))
+        lines.append([case, gpu, other["median"] if other else "–", *cells])
+    errors = {x: [e for key in ours if key[3] == x and (e := by_key[key]["rel_l2_error"])] for x in recipes}
+    worst = [[recipe, "timestep", max(errors[recipe], key=float, default="–")] for recipe in recipes]
     note = "TFLOPS, quantisation included, and in brackets the ratio to cuDNN of the same run."
-    return "\n\n".join((note, speed, worst))
+    speed = markdown_table(["shape", "on", "cuDNN", *(f"timestep, {recipe}" for recipe in recipes)], lines)
+    return "\n\n".join((note, speed, markdown_table(["recipe", "scaling", "largest relative L2 error"], worst)))
 
 
 PEER_CASES = (
@@ -235,68 +157,6 @@ def peers(rows: list[dict[str, str]]) -> str:
     return markdown_table(["shape", "commit", *(recipe or provider for provider, recipe in columns)], body)
 
 
-def _calls(rows: list[dict[str, str]]) -> str:
-    """Return a table of attention called eagerly, from a CUDA graph and compiled.
-
-    A line for each shape, GPU and recipe: speeds of one run, host times, and numbers of launches.
-    """
-    from sage_kernels.results import CALLS
-
-    rows = [row for row in rows if row["provider"] == "sage_kernels"]
-    by_key = _newest(rows, "case", "gpu", "recipe", "metric", "commit")
-    runs = _newest([r for r in rows if r["case"].endswith(f"/{CALLS[0]}")], "case", "gpu", "recipe")
-    lines = []
-    for (case, gpu, recipe), row in runs.items():
-        shape = case.partition("/")[0]
-
-        def value(way, metric, shape=shape, gpu=gpu, recipe=recipe, commit=row["commit"]):
-            found = by_key.get((f"{shape}/{way}", gpu, recipe, metric, commit))
-            if found is None:
-                return "–"
-            ratio = found["ratio_vs_cudnn"]
-            return found["median"] + (f" ({ratio}×)" if ratio and metric == "throughput" else "")
-
-        numbers = [value(way, metric) for metric in ("throughput", "host_time", "launches") for way in CALLS]
-        lines.append([shape, recipe, gpu, *numbers])
-    if not lines:
-        return "No rows yet: `python kernels/benchmarks/bench_calls.py` on a machine with a GPU."
-    note = (
-        "TFLOPS, quantisation included, and in brackets the ratio to cuDNN called in the same way; microseconds until "
-        "a call returns; kernels that a call is, its quantisation included."
-    )
-    names = ["as called", "CUDA graph", "compiled"]
-    header = ["shape", "recipe", "on", *names, f"µs: {names[0]}", *names[1:], f"kernels: {names[0]}", *names[1:]]
-    return f"{note}\n\n{markdown_table(header, lines)}"
-
-
-def _softmax(rows: list[dict[str, str]]) -> str:
-    """Return a table of the softmax guard's cost, by shape, GPU and recipe.
-
-    Speeds with the guard, without it, with a running max, and with all rows done again.
-    """
-    from sage_kernels.results import SOFTMAX
-
-    by_key = _newest(rows, "case", "gpu", "recipe", "metric")
-    lines = []
-    for case, gpu, recipe, metric in by_key:
-        shape, _, what = case.partition("/")
-        if (what, metric) != (SOFTMAX[0], "throughput"):
-            continue
-        found = {what: by_key.get((f"{shape}/{what}", gpu, recipe, metric)) for what in SOFTMAX}
-        speeds = ["–" if x is None else f"{x['median']} ({x['ratio_vs_cudnn']}×)" for x in found.values()]
-        guarded, unguarded = (found[what] for what in SOFTMAX[:2])
-        cost = "–"
-        if guarded is not None and unguarded is not None:
-            cost = f"{1 - float(guarded['median']) / float(unguarded['median']):.1%}"
-        again = by_key.get((case, gpu, recipe, "redone_share"))
-        lines.append([shape, recipe, gpu, *speeds, cost, "–" if again is None else f"{float(again['median']):.2%}"])
-    if not lines:
-        return "No rows yet: see kernels/NOTES.md."
-    note = "TFLOPS from CUDA graphs, with a plan, and in brackets the ratio to cuDNN of the same run."
-    header = ["shape", "recipe", "on", "as it ships", "no guard", "running max", "all rows done again"]
-    return f"{note}\n\n{markdown_table([*header, 'the guard costs', 'rows done again, as it ships'], lines)}"
-
-
 def _decoding(rows: list[dict[str, str]]) -> str:
     """Return a table of decode attention over the INT8 cache, beside the fastest over a 16-bit cache."""
     rows = [row for row in rows if row["metric"] == "time"]
@@ -321,10 +181,10 @@ def _decoding(rows: list[dict[str, str]]) -> str:
     return markdown_table(header, lines)
 
 
-def _whole_models(rows: list[dict[str, str]], summary: bool = False) -> str:
+def _whole_models(rows: list[dict[str, str]]) -> str:
     """Return a table of forwards of whole models.
 
-    summary: of several ways to run a model with one recipe only the usual one, or the one that was timed last.
+    Of several ways to run a model with one recipe it has the usual one, or the one that was timed last.
     """
     if not rows:
         return "No rows yet: `python kernels/benchmarks/bench_end_to_end.py` on a machine with a GPU."
@@ -338,11 +198,8 @@ def _whole_models(rows: list[dict[str, str]], summary: bool = False) -> str:
     lines = []
     for case, gpu, _, recipe, metric in by_key:
         row = by_key.get((case, gpu, "sage_kernels", recipe, metric))
-        if row is None or metric != "time":
+        if row is None or metric != "time" or shown[case.partition("/")[0], gpu, recipe] != case:
             continue
-        if summary and shown[case.partition("/")[0], gpu, recipe] != case:
-            continue
-
         place = next(i for i, other in enumerate(rows) if other is row)
         before = _newest(rows[:place], "case", "gpu", "provider", "recipe", "metric", "commit")
 

@@ -26,7 +26,6 @@ PAGES = (
     "kernels/README.md",
     "kernels/NOTES.md",
     "kernels/CASES.md",
-    "kernels/benchmarks/RESULTS.md",
 )
 LINK = re.compile(r"\[(?P<text>[^\]]+)\]\((?P<link>[^)\s#:]+)(?P<anchor>#[^)\s]*)?\)")
 TABLE = re.compile(r"<table>.*?</table>", re.DOTALL)

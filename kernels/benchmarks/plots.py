@@ -16,13 +16,14 @@ from pathlib import Path
 
 
 HERE = Path(__file__).resolve().parent
-for folder in (HERE.parent.parent, HERE.parent):
+for folder in (HERE.parent.parent, HERE.parent, HERE.parent.parent / "notebooks"):
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
 
+import drawing  # noqa: E402
+
 from sage_kernels.facts.recipe import DEFAULT_RECIPE  # noqa: E402
 from sage_kernels.results import is_crossover_row, is_scaling_row, read_rows  # noqa: E402
-from sage_processors.evaluation import drawing  # noqa: E402
 from sage_processors.evaluation.metrics import Interval  # noqa: E402
 
 

@@ -23,4 +23,4 @@ def test_rows_of_a_tiny_model(bench, tmp_path, batch):
     fastest = min(float(row["median"]) for (who, _), row in times.items() if who.startswith("stock"))
     for row in times.values():
         assert float(row["p20"]) <= float(row["median"]) <= float(row["p80"])
-        assert float(row["ratio_vs_cudnn"]) == pytest.approx(fastest / float(row["median"]), rel=0.01)
+        assert float(row["ratio_vs_cudnn"]) == pytest.approx(fastest / float(row["median"]), rel=0.01, abs=6e-4)

@@ -41,8 +41,8 @@ def test_calls_go_through_the_dispatcher_only_where_they_should(bench, name, mon
             yield frame
             frame = frame.f_back
 
-    original = attention._run
-    monkeypatch.setattr(attention, "_run", run)
+    original = attention._compute
+    monkeypatch.setattr(attention, "_compute", run)
     before = vars(attention).copy(), vars(decode).copy(), vars(replay).copy()
     q = torch.randn(1, 8, 2, 16)
     with bench.Variant(name, bench.VARIANTS[name]).on():

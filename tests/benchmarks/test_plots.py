@@ -11,15 +11,18 @@ import pytest
 import torch
 
 from sage_kernels.results import COLUMNS, append_row
-from sage_processors.evaluation import picture_report
 from sage_processors.evaluation.metrics import Interval
 
 
 pytest.importorskip("matplotlib", reason="the notebooks extra is not installed")
 from PIL import Image  # noqa: E402
 
-from sage_processors.evaluation import drawing  # noqa: E402
 from tests.support.repository import ROOT
+
+
+sys.path.append(str(ROOT / "notebooks"))
+import drawing  # noqa: E402
+import picture_report  # noqa: E402
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 import sage_processors as sp
 from sage_kernels.results import read_rows
+from sage_processors.calibration import search as calibration
 from sage_processors.cli import calibrate as calibrate_command
 from sage_processors.cli.calibrate import HARD
 from sage_processors.cli.main import app
@@ -73,29 +74,6 @@ def test_differences_of_attention_are_those_of_batches_and_need_six():
     assert list(table.columns[-1].cells) == ["5 of 6 pairs: too few to say"]
 
 
-@pytest.mark.slow("draws pictures in three dtypes")
-def test_a_dtype_of_ones_own_is_part_of_the_case(tmp_path, monkeypatch):
-    csv, tf32, evaluate = tmp_path / "results.csv", [], quality.evaluate
-
-    def watched(pipe, *arguments, **options):
-        tf32.append((pipe.dtype, torch.backends.cudnn.allow_tf32))
-        return evaluate(pipe, *arguments, **options)
-
-    monkeypatch.setattr(quality, "evaluate", watched)
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
-    small = ["tiny_flux", "--images", 1, "--steps", 1, "--device", "cpu", "--csv", csv]
-    one = ["--variant", "timestep"]
-    for dtype in (["--dtype", "bfloat16"], ["--dtype", "float32"], []):  # the last two are the same on a CPU
-        assert invoke("bench", "rules", *small, *one, *dtype, "--hard", "hard").exit_code == 0
-    float32 = (torch.float32, False)  # it is what it says on a GPU too
-    assert tf32 == [(torch.bfloat16, True), float32, float32]
-    rows = {}
-    for row in read_rows(csv):
-        rows.setdefault((row["case"], row["metric"]), []).append(row["median"])
-    in_fp32, in_bf16 = (rows[f"tiny_flux{x}_hard/timestep", "psnr_db"] for x in ("", "_bfloat16"))
-    assert in_fp32[0] == in_fp32[1] and len(in_bf16) == 1 and float(in_bf16[0]) < float(in_fp32[0]) - 1
-
-
 def test_calibrate_writes_a_policy_and_its_rows(tmp_path):
     csv, output = tmp_path / "results.csv", tmp_path / "policy.json"
     small = ["tiny_flux", "--images", 1, "--steps", 1, "--batch", 1, "--device", "cpu"]
@@ -107,45 +85,36 @@ def test_calibrate_writes_a_policy_and_its_rows(tmp_path):
     assert [row["median"] for row in read_rows(csv) if row["metric"] == "int8_share"] == ["1.0"]
 
 
-@pytest.mark.slow("a whole calibration")
-def test_calibrate_takes_a_recipe_and_a_dtype(tmp_path):
-    output, csv = tmp_path / "policy.json", tmp_path / "results.csv"
-    small = ["tiny_flux", "--images", 1, "--steps", 1, "--batch", 1, "--device", "cpu"]
-    arguments = ["calibrate", *small, "--target-psnr", 10, "--scaling", "timestep", "--output", output]
-    done = invoke(*arguments, "--recipe", "qk_int8_pv_fp8", "--dtype", "bfloat16", "--csv", csv)
-    assert done.exit_code == 0, done.output
-    assert cases(csv) == {"tiny_flux_bfloat16/policy"}
-    assert sp.SageAttnProcessor.from_policy(output).recipe == "qk_int8_pv_fp8"
-    done = invoke(*arguments, "--recipe", "qk_int4")
+def test_options_of_calibrate_reach_the_search(tmp_path, monkeypatch):
+    asked = {}
+
+    def search(pipe, prompts, **options):
+        asked.update(options, dtype=pipe.dtype)
+        raise ValueError("that is enough")
+
+    monkeypatch.setattr(calibration, "calibrate", search)
+    small = ["tiny_flux", "--images", 1, "--device", "cpu", "--target-psnr", 10, "--output", tmp_path / "p.json"]
+    more = ["--recipe", "qk_int8_pv_fp8", "--dtype", "bfloat16", "--linears", "int8", "--skip-limit", 0.1]
+    done = invoke("calibrate", *small, *more)
+    assert done.exit_code == 2 and "that is enough" in done.output, done.output
+    assert (asked["recipes"], asked["dtype"], asked["linears"]) == (["qk_int8_pv_fp8"], torch.bfloat16, ["int8"])
+    assert asked["skip_limits"] == [0.1] and asked["config"].linears.min_features == 0
+    done = invoke("calibrate", *small, "--recipe", "qk_int4")
     assert done.exit_code == 2 and "qk_int4" in done.output
 
 
 @pytest.mark.slow("draws pictures with two schedulers")
-@pytest.mark.slow("a whole calibration")
-def test_calibrate_searches_linear_layers(tmp_path):
-    output = tmp_path / "policy.json"
-    small = ["tiny_sd", "--images", 1, "--steps", 1, "--batch", 1, "--device", "cpu"]
-    more = ["--target-psnr", 40, "--scaling", "timestep", "--linears", "int8", "--output", output]
-    done = invoke("calibrate", *small, *more)
-    assert done.exit_code == 0, done.output
-    config = sp.SageAttnProcessor.from_policy(output)
-    assert (
-        config.linears == sp.Linears("int8", min_features=0) and "of the linear layers' work in 8 bit" in done.output
-    )
-
-
-@pytest.mark.slow("two calibrations")
 def test_transfer_compares_own_and_foreign_tables(tmp_path):
     csv = tmp_path / "results.csv"
     name = "FlowMatchEulerDiscreteScheduler"
     done = invoke(
-        "bench", "transfer", "tiny_flux", "--source", f"{name}:3:shift=1",
-        "--target", f"{name}:2:shift=3", "--images", 2, "--batch", 1, "--csv", csv, "--device", "cpu",
+        "bench", "transfer", "tiny_flux", "--source", f"{name}:2:shift=1",
+        "--target", f"{name}:2:shift=3", "--images", 1, "--batch", 1, "--csv", csv, "--device", "cpu",
         "--dtype", "bfloat16",
     )  # fmt: skip
     assert done.exit_code == 0, done.output
     assert cases(csv) == {f"tiny_flux_bfloat16_{name}:2:shift=3/timestep_{x}" for x in ("warm", "transferred")}
-    assert "10/10 steps" not in done.output and "14/14 steps" in done.output  # 2 steps of: a warm-up, 3 x 2 pictures
+    assert "8/8 steps" in done.output  # 2 steps of: a warm-up, and 3 pictures
     assert any(row["metric"] == "attention_sqnr_db_mean" for row in read_rows(csv))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from pathlib import Path
@@ -113,18 +112,6 @@ def test_mistakes_get_a_message(arguments, message, monkeypatch):
     assert message in output and "Traceback" not in output
 
 
-def test_a_broken_folder_gets_a_message(tmp_path):
-    folder = tmp_path / "pipe"
-    shutil.copytree(sp.pipelines.path("tiny_sd"), folder, ignore=shutil.ignore_patterns("*.safetensors"))
-    output = invoke("demo", folder, "--device", "cpu", code=2)
-    assert "could not be loaded" in output and "Traceback" not in output
-
-
-def test_help_lists_the_commands():
-    said = invoke("--help")
-    assert all(command in said for command in ("demo", "report", "doctor", "bench", "warm-up", "calibrate"))
-
-
 # --- report ---
 
 
@@ -144,11 +131,6 @@ def test_report_lists_every_layer_without_weights(name, tmp_path):
 def test_report_reads_the_folder_of_one_model():
     output = invoke("report", sp.pipelines.path("tiny_flux") / "transformer", "--scaling", "per_block")
     assert "5 layers active: qk_int8_pv_bf16, per_block" in output
-
-
-def test_report_of_a_model_without_attention(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"_class_name": "AutoencoderTiny"}))
-    assert "no attention processor" in " ".join(invoke("report", tmp_path, code=2).replace("│", "").split())
 
 
 # --- bench ---

@@ -16,7 +16,6 @@ from sage_kernels.facts.recipe import BASES
 from sage_processors.cli import doctor, self_test
 from sage_processors.cli import main as cli
 from tests.support.recording_driver import run
-from tests.support.repository import OPTIONAL, fresh
 
 
 CPU = torch.device("cpu")
@@ -182,19 +181,6 @@ def test_doctor_speaks_json(monkeypatch):
     monkeypatch.setattr(self_test, "sage_attention", _nan)
     found = json.loads(invoke("--json", code=1))
     assert found["passed"] is False and "not finite" in found["self_test"][0]["error"]
-
-
-@pytest.mark.slow("a process; test_import_boundaries examines in one that shows more")
-def test_E10_doctor_needs_torch_alone():
-    code = f"""
-        import json, torch
-        from sage_processors.cli import doctor, self_test
-        self_test.CASES = self_test.CASES[:1]
-        found = doctor.examine(torch.device("cpu"))
-        assert not set({OPTIONAL!r}) & set(sys.modules)
-        print(json.dumps([found["passed"], found["environment"]["torch"] is None]))
-        """
-    assert json.loads(fresh(code, without=OPTIONAL)) == [True, False]
 
 
 def test_doctor_says_what_is_not_installed(monkeypatch):

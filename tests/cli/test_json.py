@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import runpy
-import subprocess
 import sys
 
 import pytest
@@ -15,7 +13,6 @@ from typer.testing import CliRunner
 import sage_processors as sp
 from sage_processors.calibration import search as calibration
 from sage_processors.cli import main as cli
-from tests.support.repository import ROOT
 
 
 SMALL = ["tiny_flux", "--images", 1, "--steps", 1, "--batch", 1, "--device", "cpu"]
@@ -32,13 +29,6 @@ def data(*arguments, code: int = 0) -> dict:
     return json.loads(done.stdout, parse_constant=refuse)
 
 
-def run(*command: str, **environment: str) -> subprocess.CompletedProcess:
-    paths = {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"}
-    return subprocess.run(
-        command, capture_output=True, text=True, check=False, cwd=ROOT, env=os.environ | paths | environment
-    )
-
-
 def test_demo_tells_report_quality_and_picture(tmp_path):
     path = tmp_path / "x.png"
     found = data("demo", *SMALL[:5], "--device", "cpu", "--output", path)
@@ -47,12 +37,6 @@ def test_demo_tells_report_quality_and_picture(tmp_path):
     )
     assert 45 < found["quality"]["psnr_db"][0] < 200 and found["quality"]["int8_calls"] == found["report"]["calls"]
     assert found["picture"] == str(path) and path.is_file() and len(found["prompts"]) == len(found["seeds"]) == 1
-
-
-def test_report_tells_every_layer():
-    found = data("report", "tiny_sd")
-    assert len(found["rows"]) == 8 and {row["status"] for row in found["rows"]} == {"active"}
-    assert found["verdict"].startswith("Nothing ran")
 
 
 def test_warm_up_tells_that_a_cpu_needs_nothing():
@@ -93,13 +77,6 @@ def test_bench_rules_tells_results_and_differences():
 def test_wrong_input_leaves_stdout_empty():
     done = CliRunner().invoke(cli.app, ["report", "nowhere", "--json"])
     assert done.exit_code == 2 and done.stdout == "" and done.stderr.count("\n") == 1
-
-
-@pytest.mark.parametrize("module", ["sage_processors", "sage_processors.cli", "sage_processors.cli.main"])
-@pytest.mark.slow("a process each; the quick one runs the module in this process")
-def test_modules_are_the_command_in_a_process_of_their_own(module):
-    done = run(sys.executable, "-m", module, "--version")
-    assert (done.returncode, done.stdout) == (0, f"sage-processors {sp.__version__}\n")
 
 
 def test_the_package_is_the_command(monkeypatch, capsys):

@@ -98,12 +98,21 @@ def test_report_of_a_name_on_the_hub(tmp_path):
     (tmp_path / "hub" / "models--me--llama" / "refs").mkdir()
     (tmp_path / "hub" / "models--me--llama" / "refs" / "main").write_text("0" * 40)
     folder_of("llama", snapshot)
+    code = """
+import sys
+from sage_processors.cli import main as cli
+for name in ("me/llama", "me/nothing"):
+    sys.argv = ["sage-processors", "report", name]
+    try:
+        cli.main()
+    except SystemExit as stop:
+        print("ended with", stop.code)
+"""
     env = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-m", "sage_processors.cli", "report"]
-    done = subprocess.run([*command, "me/llama"], env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0 and "2 layers active: sage_qk_int8_pv_bf16" in done.stdout, done.stderr
-    done = subprocess.run([*command, "me/nothing"], env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and "me/nothing could not be loaded" in done.stderr and not done.stdout
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    there, missing = done.stdout.split("ended with")[:2]
+    assert "2 layers active: sage_qk_int8_pv_bf16" in there and missing.strip() == "0", done.stdout
+    assert done.stdout.rstrip().endswith("ended with 2") and "me/nothing could not be loaded" in done.stderr
 
 
 @pytest.mark.real

@@ -22,7 +22,7 @@ from sage_processors.evaluation.protocol import rating, rating_page, timing
 from sage_processors.evaluation.protocol.prompts import PROMPTS, built_in, from_file
 
 
-SMALL = ["--steps", "2", "--batch", "1", "--device", "cpu", "--json"]
+SMALL = ["--steps", "1", "--batch", "1", "--device", "cpu", "--json"]
 
 
 def invoke(*words, code=0):
@@ -231,7 +231,8 @@ def test_yes_or_no_for_this_gpu(ours, calls, words, monkeypatch):
     ],
     ids=["picture", "text"],
 )
-def test_time_of_small_models(words):
+def test_time_of_small_models(words, monkeypatch):
+    monkeypatch.setattr(timing, "ROUNDS", 1)
     found = invoke("time", *words, "--device", "cpu", "--json")
     assert found["int8_calls"] > 0 and found["verdict"].startswith("No GPU")
     assert all(time["total"] >= time["rest"] >= 0 and time["peak_gib"] is None for time in found["times"].values())

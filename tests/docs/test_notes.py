@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from functools import cache
 
-import pytest
-
 from sage_kernels.results import read_rows
 from tests.support.repository import ROOT
 
@@ -39,23 +37,18 @@ def findings() -> list[tuple[str, str, str]]:
     return lines
 
 
-def written(value: float, digits: int) -> str:
-    return f"{value:.{digits}f}"
-
-
-@pytest.mark.parametrize("question, found, cited", findings())
-def test_a_number_that_was_found_is_in_a_row(question, found, cited):
-    rows = []
-    for commit, case in ROW.findall(cited):
-        assert (commit, case) in rows_by_commit_and_case(), f"{question}: no row {commit} {case}"
-        rows += rows_by_commit_and_case()[commit, case]
-    measured = re.sub(r"`[^`]*`|²", "", found)
-    assert "%" not in measured, f"{question}: a share is no number of a row: give both numbers"
-    values = [float(row[name]) for row in rows for name in ("median", "ratio_vs_cudnn") if row[name]]
-    for number in NUMBER.findall(measured):
-        if "." in number:
+def test_numbers_that_were_found_are_in_rows():
+    for question, found, cited in findings():
+        rows = []
+        for commit, case in ROW.findall(cited):
+            assert (commit, case) in rows_by_commit_and_case(), f"{question}: no row {commit} {case}"
+            rows += rows_by_commit_and_case()[commit, case]
+        measured = re.sub(r"`[^`]*`|²", "", found)
+        assert "%" not in measured, f"{question}: a share is no number of a row: give both numbers"
+        values = [float(row[name]) for row in rows for name in ("median", "ratio_vs_cudnn") if row[name]]
+        for number in (number for number in NUMBER.findall(measured) if "." in number):
             digits = len(number.split(".")[1])
-            assert any(written(value, digits) == number for value in values), f"{question}: {number} is in no row"
+            assert any(f"{value:.{digits}f}" == number for value in values), f"{question}: {number} is in no row"
 
 
 def test_the_notes_have_findings_with_rows():

@@ -20,13 +20,6 @@ def test_psnr_formula_per_picture():
     torch.testing.assert_close(got, torch.tensor([20.0, 40.0, 60.0]), atol=2e-3, rtol=0)
 
 
-def test_psnr_is_each_pictures_own():
-    a, b = pictures(0), pictures(1)
-    alone = torch.stack([metrics.psnr(x[None], y[None])[0] for x, y in zip(a, b, strict=True)])
-    torch.testing.assert_close(metrics.psnr(a, b), alone)
-    assert alone.unique().numel() == 3
-
-
 def test_identical_pictures():
     a = pictures()
     assert torch.isinf(metrics.psnr(a, a)).all() and (metrics.psnr(a, a) > 0).all()
@@ -37,20 +30,6 @@ def test_half_precision_is_compared_after_widening():
     a, b = pictures(0).half(), pictures(1).half()
     torch.testing.assert_close(metrics.psnr(a, b), metrics.psnr(a.float(), b.float()))
     assert metrics.ssim(a, b).dtype == torch.float32
-
-
-def test_ssim_of_constant_pictures():
-    # without structure only the luminance term is left: (2·x·y + C1) / (x² + y² + C1), C1 = 0.01²
-    x, y, c1 = 0.25, 0.75, 1e-4
-    got = metrics.ssim(torch.full((1, 3, 24, 24), x), torch.full((1, 3, 24, 24), y))
-    assert got.item() == pytest.approx((2 * x * y + c1) / (x * x + y * y + c1), rel=1e-6)
-
-
-def test_ssim_falls_with_noise():
-    a = pictures(0, n=1)
-    noise = torch.randn(a.shape, generator=torch.Generator().manual_seed(3))
-    values = [metrics.ssim((a + s * noise).clamp(0, 1), a).item() for s in (0.01, 0.1, 0.5)]
-    assert values == sorted(values, reverse=True) and values[0] > 0.99 > values[2] + 0.3
 
 
 def test_sqnr_formula():
@@ -160,16 +139,6 @@ def test_ms_ssim_from_its_definition(scales):
         expected *= (ssim if scale == scales - 1 else structure) ** weights[scale]
         x, y = (torch.nn.functional.avg_pool2d(z, 2) for z in (x, y))
     torch.testing.assert_close(metrics.ms_ssim(a, b, scales=scales).double(), expected, atol=1e-6, rtol=0)
-
-
-def test_ms_ssim_of_one_scale_is_ssim():
-    a, b = noisy_pair(40)
-    torch.testing.assert_close(metrics.ms_ssim(a, b, scales=1), metrics.ssim(a, b), atol=1e-5, rtol=0)
-
-
-def test_ms_ssim_orders_pictures_and_ends_at_one():
-    values = [metrics.ms_ssim(*noisy_pair(64, amount), scales=3).mean().item() for amount in (0.0, 0.02, 0.1, 0.4)]
-    assert values[0] == pytest.approx(1) and values == sorted(values, reverse=True) and values[3] < 0.9
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,18 @@
 """Metrics of clips: right on known shifts, known noise and identical clips; typed errors on anything else."""
 
+import sys
+
 import pytest
 import torch
 
 from sage_processors.evaluation import quality, videos
 from sage_processors.evaluation.feature_distance import distance_of_features
-from sage_processors.evaluation.picture_report import markdown, title
-from sage_processors.evaluation.video_report import Clips, report
+from tests.support.repository import ROOT
+
+
+sys.path.append(str(ROOT / "notebooks"))
+from picture_report import markdown, title  # noqa: E402
+from video_report import Clips, report  # noqa: E402
 
 
 def clips(n: int = 2, frames: int = 4, size: int = 24, seed: int = 0) -> torch.Tensor:

@@ -1,21 +1,21 @@
-"""A newcomer's path, each step in a process of its own: demo, an own checkpoint, calibrate, save, load, draw.
-
-The install before it is `make`'s, which also runs this.
-"""
+"""A newcomer's path behind the install and the demo (test_install): an own checkpoint, calibrate, save, load, draw."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
 
 import pytest
 from PIL import Image
+from typer.testing import CliRunner
 
 import sage_processors as sp
+from sage_processors.cli import main as cli
 from tests.examples.running import int8_calls
 from tests.support.repository import ROOT
 
@@ -43,46 +43,26 @@ with pipe.set_attn_processor(sp.SageAttnProcessor.from_policy(policy, pipe)) as 
 """
 
 
-@pytest.fixture
-def say(tmp_path):
-    """Runs a Python command in a folder outside of the checkout, as a user's shell does; what it says."""
-    path = os.pathsep.join((str(ROOT), str(ROOT / "kernels")))
-    environment = os.environ | {
-        "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1",
-        "COLUMNS": "200",
-    }  # fmt: skip
-
-    def run(*words) -> str:
-        command = [sys.executable, *map(str, words)]
-        options = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True}
-        done = subprocess.run(command, **options, timeout=300, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert "Traceback" not in done.stderr
-        return done.stdout
-
-    return run
-
-
-@pytest.mark.slow("six processes, one after the other")
-def test_a_newcomers_path(say, tmp_path):
-    command = ("-m", "sage_processors")
-
-    shown = say(*command, "demo", "--steps", 2, "--images", 1)
-    assert int8_calls(shown) > 0 and "PSNR" in shown
-    assert Image.open(tmp_path / "sage_demo.png").size[0] > 128
-
+@pytest.mark.slow("draws in a process of its own")
+def test_a_newcomers_path(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
     shutil.copytree(sp.pipelines.path("tiny_sd"), tmp_path / "my checkpoint")
-    budget = ("--target-psnr", 40, "--scaling", "timestep", "--images", 2, "--steps", 2, "--output", "policy.json")
-    said = json.loads(say(*command, "calibrate", "my checkpoint", *budget, "--json"))
-    assert said["met"] and (tmp_path / "policy.json").is_file()
+    budget = ["--target-psnr", "40", "--scaling", "timestep", "--images", "2", "--steps", "2", "--json"]
+    done = CliRunner().invoke(cli.app, ["calibrate", "my checkpoint", *budget, "--output", "policy.json"])
+    assert done.exit_code == 0 and json.loads(done.stdout)["met"] and (tmp_path / "policy.json").is_file()
 
     (tmp_path / "draw.py").write_text(DRAW, encoding="utf-8")
-    files = ("draw.py", "my checkpoint", "policy.json", "scales.safetensors")
-    learnt = say(*files, "learn")
-    assert int8_calls(learnt) > 0
-    drawn = say(*files, "one.png")  # a process that knows of the first one only what is in files
-    assert int8_calls(drawn) > 0
+    files = ["draw.py", "my checkpoint", "policy.json", "scales.safetensors"]
+    monkeypatch.setattr(sys, "argv", [*files, "learn"])
+    runpy.run_path("draw.py")
+    learnt = capsys.readouterr().out
+    # a process that knows of this one only what is in files
+    path = {"PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "kernels"))), "CUDA_VISIBLE_DEVICES": ""}
+    command, options = [sys.executable, *files, "one.png"], {"capture_output": True, "text": True, "timeout": 300}
+    done = subprocess.run(command, env=os.environ | path | {"HF_HUB_OFFLINE": "1"}, **options, check=False)
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stdout + done.stderr
+    assert int8_calls(learnt) > 0 and int8_calls(done.stdout) > 0
     # the saved scales are what this process starts from: on the run they were learnt from, fewer are made anew
-    dynamic = [float(re.search(r"([\d.]+) dynamic", text)[1]) for text in (learnt, drawn)]
+    dynamic = [float(re.search(r"([\d.]+) dynamic", text)[1]) for text in (learnt, done.stdout)]
     assert dynamic[1] < dynamic[0]
     assert Image.open(tmp_path / "one.png").size == (128, 128)

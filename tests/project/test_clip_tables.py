@@ -26,42 +26,6 @@ def line(recipe: str, scaling: str, metric: str, value: float, off: float = 0.0,
     return {k: str(v) for k, v in {**whole, "recipe": recipe, "scaling": scaling, "metric": metric, **ends}.items()}
 
 
-def drawn(device: str, psnr: float, obeyed: float, stock_obeyed: float) -> list[dict[str, str]]:
-    stock = line("stock", "stock", "obeyed_mean", stock_obeyed, 0.05, device=device)
-    found = [stock, line("r", "timestep", "psnr_db_mean", psnr, 1, device=device, unit="dB")]
-    # a measurement of two recipes writes stock's numbers twice
-    return [*found, line("r", "timestep", "obeyed_mean", obeyed, 0.05, device=device), stock]
-
-
-@pytest.fixture
-def runs():
-    return clip_tables.by_run(drawn("cpu", 57, 0.875, 1.0) + drawn("GPU", 52, 0.75, 0.5))
-
-
-def test_devices_stay_apart(runs):
-    assert [(run.device, run.steps) for run in runs] == [("cpu", 25), ("GPU", 25)]
-    assert [str(run) for run in runs] == ["clips on cpu in fp32, 25 steps", "clips on GPU in bf16, 25 steps"]
-    for own, psnr, stock in zip(runs.values(), (57, 52), (1.0, 0.5), strict=True):
-        (rows,) = clip_tables.recipes(own).values()
-        assert [(r.label, r.value) for r in rows if r.label == "stock"] == [("stock", stock)]
-        assert [r.value for r in rows if r.metric == "psnr_db_mean"] == [psnr]
-
-
-def test_figure_has_a_panel_for_each_device(runs):
-    figure = clip_tables.compared(runs, "psnr_db_mean")
-    assert [axes.get_title() for axes in figure.axes] == [f"{run}, 64 clips" for run in runs]
-    markers = [list(axes.containers[0].lines[0].get_xdata()) for axes in figure.axes]
-    assert markers == [[57], [52]]
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["r"]
-
-
-def test_obedience_is_held_against_the_same_devices_stock(runs):
-    cpu, gpu = (clip_tables.obedience(own).splitlines()[2:] for own in runs.values())
-    assert cpu[0] == "| stock | 100.00 [95.00, 105.00] | – | 64 |" and len(cpu) == 2
-    assert cpu[1] == "| r, timestep | 87.50 [82.50, 92.50] | -12.50 | 64 |"
-    assert gpu[1] == "| r, timestep | 75.00 [70.00, 80.00] | +25.00 | 64 |"
-
-
 # --- leaving key tiles out ---
 
 
@@ -118,22 +82,6 @@ def test_no_limit_is_called_free_that_is_not(skips):
     key = ("within 0.1", "psnr_db_mean")
     dear = steady | {key: steady[key]._replace(value=48.9)}
     assert "No single limit costs less than 1 dB" in skip_tables.sentences(dear, switched, stock, 3, 0.88)[0]
-
-
-def test_figure_marks_what_calibrate_found(skips):
-    figure = skip_tables.figure(skips[0], {run: skips[1] for run in skips[0]}, loss_db=3)
-    assert figure.get_suptitle() == "clips on cpu in fp32, 25 steps"
-    named = [{c.get_label(): c.lines[0].get_xydata().tolist() for c in axes.containers} for axes in figure.axes]
-    assert named[0]["prompts that stay, calibrated"] == [[20, 48]] and len(named[0]["prompts that change"]) == 3
-    assert {"prompts that stay", "prompts that stay, calibrated"} == set(named[2])  # obeyed: those that stay
-    assert [x.get_ydata()[0] for x in figure.axes[0].lines if x.get_linestyle() == ":"] == [47]
-
-
-def test_figure_says_which_device_a_line_is_of(skips):
-    found = skips[0] | {run._replace(device="GPU"): numbers for run, numbers in skips[0].items()}
-    figure = skip_tables.figure(found, {run: skips[1] for run in found}, loss_db=3)
-    labels = {c.get_label() for c in figure.axes[0].containers}
-    assert len(labels) == 8 and {"prompts that stay, cpu", "prompts that change, GPU, calibrated"} < labels
 
 
 @pytest.mark.parametrize("name", ["videos", "skipping"])

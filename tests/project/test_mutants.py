@@ -9,15 +9,12 @@ from tests.project.mutants import Mutant, killer, mutated
 from tests.support.repository import ROOT
 
 
-@pytest.mark.parametrize("mutant", mutants.mutants(), ids=lambda mutant: mutant.name)
-def test_what_a_mutant_replaces_is_there_once_and_its_tests_are_there(mutant):
-    assert compile(mutated(mutant), mutant.file, "exec") and mutant.new != mutant.old
-    assert mutant.tests and all((ROOT / test).is_file() for test in mutant.tests)
-
-
-def test_names_tell_mutants_apart():
-    names = [mutant.name for mutant in mutants.mutants()]
-    assert len(set(names)) == len(names)
+def test_what_mutants_replace_is_there_once_and_their_tests_are_there():
+    found = mutants.mutants()
+    for mutant in found:
+        assert compile(mutated(mutant), mutant.file, "exec") and mutant.new != mutant.old, mutant.name
+        assert mutant.tests and all((ROOT / test).is_file() for test in mutant.tests), mutant.name
+    assert len({mutant.name for mutant in found}) == len(found)
 
 
 def test_a_text_that_moved_away_is_an_error():

@@ -17,13 +17,11 @@ from pathlib import Path
 import pytest
 
 import sage_processors as sp
-from sage_kernels.results import COLUMNS, append_row, read_rows
+from sage_kernels.results import append_row, read_rows
 from sage_processors.calibration import policy_files as policy
-from sage_processors.evaluation import drawing
 from sage_processors.files.whole_file import check_output, whole_file, write_whole
 from tests.diffusion.reports.test_scale_files import learnt
 from tests.support.repository import ROOT, files
-from tools import pages
 
 
 def save_scales(path):
@@ -34,24 +32,9 @@ def save_policy(path):
     policy.write_policy(path, sp.SageAttnProcessor(), [], budget={}, result={}, curve=[])
 
 
-def save_figure(path):
-    pytest.importorskip("matplotlib", reason="the notebooks extra is not installed")
-    drawing.save(drawing.figure()[0], path)
-
-
-def save_tables(path):
-    """The page beside results.csv, with no other page."""
-    results = path.parent / "results.csv"
-    results.write_text(",".join(COLUMNS) + "\n")
-    pages.update([], results)
-    results.unlink()
-
-
 SAVERS = {
     "scales.safetensors": save_scales,
     "policy.json": save_policy,
-    "figure.png": save_figure,
-    pages.PAGE: save_tables,
     "any": lambda path: write_whole(path, "new"),
 }
 
@@ -146,11 +129,6 @@ def test_Q31_a_write_that_fails_leaves_the_old_file(name, tmp_path):
     if name == "scales.safetensors":
         handle = learnt("ddpm")[1]
         save = handle.save_scales
-    elif name == "figure.png":
-        save_figure(tmp_path / "first.png")  # matplotlib writes a font cache of its own
-        (tmp_path / "first.png").unlink()
-    elif name == pages.PAGE:
-        pytest.skip("its own inputs are written by the test")
     with no_file_longer_than(2), pytest.raises(OSError) as error:
         save(path)
     assert error.value.errno == errno.EFBIG

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support import interpreted_operators
+
 
 def _patch_language_once_a_launch():
     """Triton's interpreter patches triton.language at a launch, and again for every call of a jitted function inside
@@ -318,6 +320,18 @@ def _look_up_less():
         interpreter._patch_attr = patch_name
 
 
+def _operate_at_once():
+    """Operators go straight to NumPy where Triton's interpreter is the one that they were written for."""
+    try:
+        from triton.runtime import interpreter
+    except ImportError:
+        return
+    known = ["obj", "name", "member", "builder", "scope"], ["pkg", "builder", "scope"], ["data", "dtype", "attr"]
+    found = interpreter._patch_attr, interpreter._patch_builtin, interpreter.TensorHandle
+    if all(list(inspect.signature(x).parameters) == names for x, names in zip(found, known, strict=True)):
+        interpreted_operators.install()
+
+
 def _multiply_codes_by_blas():
     """NumPy multiplies integers without BLAS. Sums of up to 1024 products of INT8 codes are exact in fp32."""
     try:
@@ -342,6 +356,7 @@ def mend() -> None:
         _do_nothing_twice()
         _give_operands_types_alone()
         _look_up_less()
+        _operate_at_once()
         _multiply_codes_by_blas()
         _drop_nan_as_a_gpu_does()
         _fuse_as_a_gpu_does()

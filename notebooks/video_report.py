@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from picture_report import PSNR_CEILING, Row, distance_row
 
-from . import videos
-from .feature_distance import distance_of_features
-from .metrics import mean_interval
-from .picture_report import PSNR_CEILING, Row, distance_row
+from sage_processors.evaluation import videos
+from sage_processors.evaluation.feature_distance import distance_of_features
+from sage_processors.evaluation.metrics import mean_interval
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import metrics
-from .feature_distance import distance_of_features, features
-from .metrics import Interval, mean_interval
+from sage_processors.evaluation import metrics
+from sage_processors.evaluation.feature_distance import distance_of_features, features
+from sage_processors.evaluation.metrics import Interval, mean_interval
 
 
 PSNR_CEILING = 120.0  # dB; without it, identical pictures would make every mean infinite
@@ -183,7 +183,7 @@ def _cell(row: Row | None) -> str:
 
 def plot(axes, rows: Sequence[Row], metric: str) -> None:
     """Draw a metric as bars with error bars into matplotlib Axes. Raises: ValueError without rows."""
-    from .drawing import bars
+    from drawing import bars
 
     chosen = [row for row in rows if row.metric == metric]
     if not chosen:

@@ -9,8 +9,8 @@ import io
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..files.whole_file import write_whole
-from .metrics import Interval, missing_package
+from sage_processors.evaluation.metrics import Interval, missing_package
+from sage_processors.files.whole_file import write_whole
 
 
 # Okabe and Ito 2008, neighbours of different brightness; grey in place of their yellow, hard to see on white
