@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
 from ..files.strict_json import strict_object
-from ..option_checks import one_of, whole
+from ..option_checks import one_of, whole, with_known_options
 from ..option_groups import LINEARS, LayerOptions, LinearFormat
 from ..version import __version__
 
 
 FORMAT_VERSION = 1
-STORED = ("int8", "fp8", "int8_weights")  # formats of single layers in a folder
+STORED = (*LINEARS[1:], "int8_weights")  # formats of single layers in a folder
 _SAVE_AGAIN = "load the 16-bit model with sp.SageConfig and save it again"
 _FIELDS = {
     "quant_method": str,
@@ -33,6 +33,7 @@ class Method(str, Enum):
     SAGE = "sage_processors"
 
 
+@with_known_options
 class SageConfig:
     """A `quantization_config` of `from_pretrained` that loads linear layers straight into 8 bit.
 
@@ -58,7 +59,7 @@ class SageConfig:
         self,
         format: LinearFormat = "int8",
         *,
-        layers: Mapping[str, LinearFormat | LayerOptions] | Iterable[tuple[str, LinearFormat]] = (),
+        layers: Mapping[str, LinearFormat | LayerOptions] | Sequence[tuple[str, LinearFormat]] = (),
         min_features: int | None = None,
     ) -> None:
         one_of("format", format, LINEARS)
