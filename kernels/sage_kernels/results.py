@@ -30,7 +30,7 @@ COLUMNS = (
 ).split(",")
 SUITES = (
     *("attention_fwd", "attention_error", "prologue", "decode", "linear", "end_to_end", "cold_start", "quality"),
-    *("generate", "models", "linear_few_rows"),
+    *("generate", "models", "picture", "clip", "linear_few_rows"),
 )
 # Behind the / of a case of attention_fwd, apart from scalings: how it was called, a variant of its softmax,
 CALLS = ("eager", "cuda_graph", "compiled")
