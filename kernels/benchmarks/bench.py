@@ -31,7 +31,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from sage_kernels import DEFAULT_RECIPE, RECIPES, sage_attention
 from sage_kernels.facts.recipe import FP8_RECIPE
 from sage_kernels.planning import state as planning
-from sage_kernels.results import append_row
+from sage_kernels.results import DRIFT, append_row
 from sage_kernels.testing import relative_l2
 
 
@@ -272,7 +272,7 @@ def run_case(case, save: bool, rivals=(), drift=False) -> list[str]:
     drift: a plan of one step serves the steps after it, whose inputs differ; the case's name says so.
     """
     planned, *timed = drifting_sets(case) if drift else make_sets(case)
-    case = case._replace(name=f"{case.name}/drift") if drift else case
+    case = case._replace(name=f"{case.name}/{DRIFT}") if drift else case
     sets = timed if drift else [planned, *timed]
     entrants, failures = gate(case, sets[0], providers(case, planned, rivals, drift))
     race(case, entrants, sets, save)

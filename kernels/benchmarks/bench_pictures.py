@@ -7,8 +7,8 @@
 Random weights of the published shapes: text encoders, denoiser, scheduler, VAE. Ways, in turn: stock as it comes;
 stock on cuDNN; stock on cuDNN with its repeated blocks compiled, as diffusers advises; other packages' attention
 (--with); INT8 attention alone; the preset. With --whole each way draws a first and a later picture with all steps.
-Without it a picture is computed: text encoders, VAE and the rest from a call of two steps, plus the time of a step
-from a longer call times the number of steps, and its rows say so (case/computed).
+Without it a picture is computed: a call of one step, with text encoders and VAE, plus the time of a step, from calls
+without a VAE that differ by three, for every other step. Its rows say so (case/computed).
 
 A way has no rows unless latents after two steps are those of stock, up to the error of 8 bit.
 """
@@ -36,8 +36,9 @@ from sage_kernels.results import append_row, check_appendable
 CUDNN = "torch_sdpa_cudnn"
 AS_IT_COMES = "torch_sdpa_default"
 COMPILED = "torch_compiled_cudnn"
-FEW, MORE = 2, 5  # steps of the calls that a computed picture is made from
-WARM_STEPS = 6  # of a computed picture's first call: kernels compile, graphs are captured
+FEW, MORE = 1, 3  # steps of the calls that a computed picture is made from
+WARM_STEPS = {True: 6, False: 2}  # of ours and of others in its first call: kernels compile, ours captures graphs
+CHECKED_STEPS = 2  # steps after which latents are compared
 
 
 class Way(NamedTuple):
@@ -101,22 +102,22 @@ def measure(painter: Painter, way: Way, whole: bool) -> tuple[Drawn, torch.Tenso
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
+    began = time.perf_counter()  # the swap counts as part of the first picture
     with way.inside(painter) as handle:
         if whole:
-            began = time.perf_counter()
-            first = seconds(painter, steps)
-            print(f"{way.provider}: first picture {time.perf_counter() - began:.2f} s", flush=True)
+            seconds(painter, steps)
+            first = time.perf_counter() - began
             _reset_peak(device)
             later = seconds(painter, steps)
             step = (later - seconds(painter, FEW)) / (steps - FEW)
         else:
-            seconds(painter, WARM_STEPS, "latent")
+            seconds(painter, WARM_STEPS[way.provider == OURS], "latent")
             _reset_peak(device)
             first, few = None, seconds(painter, FEW)
             step = (seconds(painter, FEW + MORE, "latent") - seconds(painter, FEW, "latent")) / MORE
             later = few + (steps - FEW) * step
         peak = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None
-        latents = painter.draw(FEW, "latent").float().clone()
+        latents = painter.draw(CHECKED_STEPS, "latent").float().clone()
         exact = handle.report().fallbacks if hasattr(handle, "report") else {}
     return Drawn(first, later, step, peak), latents, dict(exact)
 
