@@ -169,7 +169,9 @@ def save(csv: Path, drawing, way: Way, drawn: Drawn, ratio, l1: float, l2: float
     append_row(csv, **shared, case=case, metric="time", unit="s", median=f"{drawn.later:.3f}", ratio_vs_cudnn=ratio)
     if drawn.first is not None:
         append_row(csv, **shared, case=f"{case}/first", metric="time", unit="s", median=f"{drawn.first:.3f}")
-    append_row(csv, **shared, case=f"{case}/step", metric="time", unit="s", median=f"{drawn.step:.5f}")
+    rest = max(drawn.later - drawing.steps * drawn.step, 0.0)  # text encoders, VAE, and the pipeline's own work
+    for part, value in (("step", drawn.step), ("rest", rest)):
+        append_row(csv, **shared, case=f"{case}/{part}", metric="time", unit="s", median=f"{value:.5f}")
     if drawn.peak is not None:
         append_row(csv, **shared, case=case, metric="peak_memory", unit="GiB", median=f"{drawn.peak:.3f}")
     if quantizes:

@@ -95,6 +95,38 @@ def draw_rivals(rows: Rows):
     return figure
 
 
+def draw_wholes(rows: Rows):
+    """Draw seconds of whole pictures and clips: a bar for each way, denoising and the rest stacked.
+
+    A panel for each model's newest run. Returns a Figure, or None without one.
+    """
+    rows = [r for r in rows if r["suite"] in ("picture", "clip") and r["metric"] == "time"]
+    models = list(dict.fromkeys(row["case"].removesuffix("/rest") for row in rows if row["case"].endswith("/rest")))
+    if not models:
+        return None
+    figure, axes = drawing.figure(1, len(models), width=3.6 * len(models), height=2.8)
+    for place, model in zip(axes[0], models, strict=True):
+        run = [row for row in rows if row["case"] == model]
+        run = newest([row for row in run if row["commit"] == run[-1]["commit"]])
+        whole = [float(row["median"]) for row in run]
+        rest = [
+            float([r for r in rows if r["case"] == f"{model}/rest" and _provider(r) == _provider(row)][-1]["median"])
+            for row in run
+        ]
+        steps = [a - b for a, b in zip(whole, rest, strict=True)]
+        place.barh(range(len(run)), steps, 0.7, color=drawing.COLORS[0], label="denoising steps")
+        place.barh(range(len(run)), rest, 0.7, left=steps, color=drawing.COLORS[1], label="text encoders, VAE, others")
+        for y, value in enumerate(whole):
+            place.annotate(f"{value:.2f}", (value, y), xytext=(4, 0), textcoords="offset points", va="center", size=8)
+        place.set_yticks(range(len(run)), [_provider(row) for row in run], fontsize=8)
+        place.invert_yaxis()
+        place.grid(axis="y", visible=False)
+        place.margins(x=0.18)
+        place.set(xlabel="s", title=model)
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=9)
+    return figure
+
+
 def _provider(row: dict[str, str]) -> str:
     return row["recipe"] or row["provider"]
 
@@ -161,7 +193,12 @@ def draw_pictures(rows: Rows):
     return figure
 
 
-FIGURES = {"speed_by_length": draw_lengths, "rivals": draw_rivals, "psnr_per_scaling": draw_pictures}
+FIGURES = {
+    "speed_by_length": draw_lengths,
+    "rivals": draw_rivals,
+    "wholes": draw_wholes,
+    "psnr_per_scaling": draw_pictures,
+}
 
 
 def write(results: Path, out: Path, suffix: str) -> list[Path]:

@@ -15,8 +15,10 @@ from .metrics import Interval, missing_package
 
 # Okabe and Ito 2008, neighbours of different brightness; grey in place of their yellow, hard to see on white. Then
 # four of Paul Tol's "muted", as a figure has up to eleven series
-COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000", "#8C8C8C")
-COLORS += ("#882255", "#999933", "#332288", "#DDCC77")
+COLORS = (
+    *("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000", "#8C8C8C"),
+    *("#882255", "#999933", "#332288", "#DDCC77"),
+)
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 DPI = 100
 PNG_COLORS = 96  # a palette makes the file a third of the size

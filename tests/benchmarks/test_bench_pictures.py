@@ -32,7 +32,7 @@ def test_every_way_has_its_rows(bench, tmp_path):
     }
     ways = [("torch_sdpa_default", ""), ("torch_sdpa_cudnn", ""), ("torch_compiled_cudnn", "")]
     ways += [("sage_kernels", "qk_int8_pv_bf16"), ("sage_kernels", "preset_fast")]
-    timed = {(*way, case, "time") for way in ways for case in ("", "/first", "/step")}
+    timed = {(*way, case, "time") for way in ways for case in ("", "/first", "/step", "/rest")}
     assert found == timed | {(*way, "", "rel_l1") for way in ways[3:]}
     assert all(float(row["median"]) > 0 for row in rows if row["case"].endswith(("tiny", "first")))
 
@@ -54,7 +54,7 @@ def test_a_computed_picture_says_so_and_wrong_latents_have_no_row(bench, tmp_pat
     assert bench.main([*TINY, "--csv", str(tmp_path / "rows.csv")]) == 1
     rows = read_rows(tmp_path / "rows.csv")
     assert {row["provider"] for row in rows} == {stock.provider}
-    assert {row["case"] for row in rows} == {f"flux_1024/tiny/computed{part}" for part in ("", "/step")}
+    assert {row["case"] for row in rows} == {f"flux_1024/tiny/computed{part}" for part in ("", "/step", "/rest")}
 
 
 def test_text_is_what_the_published_encoders_make(bench):

@@ -70,6 +70,20 @@ def test_rivals_are_of_one_run_and_every_bar_has_its_error(plots):
     assert plots.draw_rivals(rows[:0]) is None
 
 
+def test_wholes_are_stacks_of_the_newest_run(plots):
+    def row(case, median, provider="torch_sdpa_cudnn", recipe="", commit="b"):
+        fields = {"suite": "picture", "metric": "time", "provider": provider, "recipe": recipe, "commit": commit}
+        return speed(case, 1) | fields | {"median": str(median)}
+
+    rows = [row("A", 9, commit="a"), row("A", 4), row("A/rest", 1), row("A", 2, "sage_kernels", "preset_fast")]
+    rows += [row("A/rest", 0.5, "sage_kernels", "preset_fast"), row("A/first", 30), row("A/step", 0.1)]
+    figure = plots.draw_wholes(rows)
+    (axes,) = figure.axes
+    assert widths(axes) == [3, 1.5, 1, 0.5] and [x.get_text() for x in axes.texts] == ["4.00", "2.00"]
+    assert [x.get_text() for x in axes.get_yticklabels()] == ["torch_sdpa_cudnn", "preset_fast"]
+    assert len(figure.legends[0].get_texts()) == 2 and plots.draw_wholes([]) is None
+
+
 def test_lengths_are_lines_and_models_are_bars(plots):
     rows = [
         speed(f"D64_N{n}_full", ratio) | {"head_dim": "64", "seq_q": str(n)} for n, ratio in ((8192, 9), (512, 0.5))
