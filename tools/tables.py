@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from sage_kernels.facts.recipe import DEFAULT_RECIPE, FP8_RECIPE
-from sage_kernels.results import DRIFT
+from sage_kernels.facts.recipe import DEFAULT_RECIPE
 
 
 LANGUAGE = {  # metric of a language model's row: heading
@@ -202,47 +201,6 @@ def _attention(rows: list[dict[str, str]], summary: bool = False) -> str:
     )
     note = "TFLOPS, quantisation included, and in brackets the ratio to cuDNN of the same run."
     return "\n\n".join((note, speed, worst))
-
-
-_PEER_SQUARES = [f"D128_N{n}_{kind}" for n in (4096, 16384, 32768) for kind in ("full", "causal")]
-PEER_CASES = (*(f"{case}/{DRIFT}" for case in (*_PEER_SQUARES, "D64_N16384_full")), "D128_N16384_full", "cogvideox_49")
-OTHERS = ("sageattention", "flash_attn", "torch_flex", "torchao_fp8_attention")  # other packages' attention
-
-
-def peers(rows: list[dict[str, str]]) -> str:
-    """Return a table of attention of other packages and of ours, newest runs: TFLOPS and error, by shape."""
-    rows = [row for row in rows if (row["suite"], row["metric"]) == ("attention_fwd", "throughput")]
-    return _of_runs(rows, PEER_CASES, "shape", "`make bench` with other packages installed")
-
-
-def peer_models(rows: list[dict[str, str]]) -> str:
-    """Return the same table of forwards of whole models, in ms."""
-    rows = [row for row in rows if (row["suite"], row["metric"]) == ("end_to_end", "time")]
-    cases = tuple(dict.fromkeys(row["case"] for row in rows if row["provider"].startswith(OTHERS)))
-    return _of_runs(rows, cases, "model", "`bench_end_to_end.py` with `--rival` and an attention")
-
-
-def _of_runs(rows: list[dict[str, str]], cases: tuple[str, ...], what: str, without: str) -> str:
-    lines, columns = [], [("torch_sdpa_cudnn", ""), ("sage_kernels", DEFAULT_RECIPE), ("sage_kernels", FP8_RECIPE)]
-    for case in cases:
-        timed = [row for row in rows if row["case"] == case]
-        runs = [row["commit"] for row in timed if row["provider"].startswith(OTHERS)]
-        if not runs:
-            continue
-        run = {(row["provider"], row["recipe"]): row for row in timed if row["commit"] == runs[-1]}
-        columns += [key for key in run if key not in columns and key[0].startswith(OTHERS)]
-        lines.append((case, runs[-1], run))
-    if not lines:
-        return f"No rows yet: {without}."
-
-    def cell(row: dict[str, str] | None) -> str:
-        if row is None:
-            return "–"
-        return row["median"] + (f" ({float(row['rel_l2_error']):.1%})" if row["rel_l2_error"] else "")
-
-    columns = [key for key in columns if any(key in run for *_, run in lines)]
-    body = [[case, commit, *(cell(run.get(key)) for key in columns)] for case, commit, run in lines]
-    return markdown_table([what, "commit", *(recipe or provider for provider, recipe in columns)], body)
 
 
 def _calls(rows: list[dict[str, str]]) -> str:

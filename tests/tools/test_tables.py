@@ -11,7 +11,8 @@ from tests.support.repository import ROOT
 from tools.headline import FIGURES, figures_markdown
 from tools.kernel_tables import cold_start, linear_rivals, linears, mixed
 from tools.pages import PAGE, PAGE_HEADER, PAGES, main, replace_sections, sections, update
-from tools.tables import LANGUAGE, peer_models, peers, results_markdown
+from tools.peer_tables import peer_models, peers, whole_pictures
+from tools.tables import LANGUAGE, results_markdown
 
 
 QUALITY = {"suite": "quality", "provider": "sage_kernels", "recipe": "r", "batch": 32, "unit": "dB", "gpu": "cpu"}
@@ -103,6 +104,19 @@ def test_peers_are_of_the_newest_run_with_others(tmp_path):
         append_row(path, **whole | {"provider": provider}, commit="d", median=median)
     text = peer_models(read_rows(path))
     assert "| flux_1024 | d | 170 | 165 |" in text and "120" not in text
+
+
+def test_pictures_are_of_the_newest_run_of_each_model(tmp_path):
+    path = tmp_path / "results.csv"
+    row = {"suite": "picture", "gpu": "H200", "metric": "time", "unit": "s", "provider": "torch_sdpa_cudnn"}
+    for commit, whole in (("a", 9), ("b", 5)):
+        for part, median in (("", whole), ("/first", 20), ("/step", 0.1), ("/rest", 0.5)):
+            append_row(path, **row, case=f"flux_1024{part}", commit=commit, median=median)
+    append_row(path, **row | {"metric": "peak_memory"}, case="flux_1024", commit="b", median=33.33)
+    text = whole_pictures(read_rows(path))
+    assert (
+        "| flux_1024 | b | torch_sdpa_cudnn | 20.00 | 5.00 | 0.100 | 0.50 | 33.3 | – |" in text and "9.00" not in text
+    )
 
 
 def test_launch_layers_have_a_table_of_their_own(tmp_path):
