@@ -45,20 +45,38 @@ def _milliseconds(value: float) -> str:
     return f"{value:.0f} ms" if value >= 10 else f"{value:.2f} ms"
 
 
+def _seconds(value: float) -> str:
+    return f"{value:.2f} s"
+
+
 FIGURES = (
-    Figure("FLUX.1 at 1024², a forward", "models", "flux_1024", "time", _milliseconds),
     Figure(
-        "the same, both compiled, with CUDA graphs of blocks", "end_to_end", "flux_1024/compiled_graphs", "time",
+        "FLUX.1 at 1024², a picture of 28 steps", "picture", "flux_1024", "time", _seconds,
+        same_way="torch_sdpa_default",
+    ),
+    Figure(
+        "the first one: kernels, graphs, 8-bit weights", "picture", "flux_1024/first", "time", _seconds,
+        same_way="torch_sdpa_default",
+    ),
+    Figure(
+        "its peak of memory", "picture", "flux_1024", "peak_memory", "{:.1f} GiB".format,
+        same_way="torch_sdpa_default",
+    ),
+    Figure(
+        "its forward, both compiled, with CUDA graphs of blocks", "end_to_end", "flux_1024/compiled_graphs", "time",
         _milliseconds, f"{DEFAULT_RECIPE}+linears_int8",
     ),
-    Figure("SDXL at 1024², a forward", "models", "sdxl_1024", "time", _milliseconds),
+    Figure(
+        "SDXL at 1024², 30 steps, computed from some of them", "picture", "sdxl_1024/computed", "time", _seconds,
+        same_way="torch_sdpa_default",
+    ),
     Figure("Wan 2.1 1.3B, 480p, 81 frames, a forward", "models", "wan21_1_3b_480p81", "time", _milliseconds),
     Figure(
         "the same, both compiled", "end_to_end", "wan21_1_3b_480p81/compiled", "time", _milliseconds,
         "qk_int8_pv_fp8+linears_int8",
     ),
     Figure(
-        "attention alone, 16,384 tokens of 128 channels", "attention_fwd", "D128_N16384_full", COUNTED_UP,
+        "attention alone, 16,384 tokens of 128 channels", "attention_fwd", "D128_N16384_full/drift", COUNTED_UP,
         "{:.0f} TFLOPS".format, DEFAULT_RECIPE,
     ),
     Figure(

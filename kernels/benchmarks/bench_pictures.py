@@ -25,9 +25,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from bench_end_to_end import OURS, RESULTS, check_output, compiled_blocks, held_to
+from bench_end_to_end import OURS, RESULTS, check_output, compiled_blocks
 from picture_cases import DRAWINGS, Painter
 from rival_attention import ATTENTION_RIVALS, bound, imported, rival_attention
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import sage_processors as sp
 from sage_kernels.results import append_row, check_appendable
@@ -66,7 +67,7 @@ class Drawn(NamedTuple):
 def ways(preset: str, rivals) -> Iterator[Way]:
     """Yield every way to draw."""
     yield Way(AS_IT_COMES, "", lambda painter: nullcontext())
-    yield Way(CUDNN, "", lambda painter: held_to(CUDNN, painter.device))
+    yield Way(CUDNN, "", lambda painter: _cudnn_first())
     yield Way(COMPILED, "", _compiled)
     for rival in rivals:
         yield Way(rival.provider, "", lambda painter, rival=rival: rival_attention(rival))
@@ -74,10 +75,16 @@ def ways(preset: str, rivals) -> Iterator[Way]:
     yield Way(OURS, f"preset_{preset}", lambda painter: sp.apply(painter.pipe, sp.SageAttnProcessor(preset)))
 
 
+def _cudnn_first() -> AbstractContextManager:
+    """Prefer cuDNN. A VAE's heads of 512 channels and text encoders' masks may have no kernel there."""
+    order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    return sdpa_kernel(order, set_priority=True)
+
+
 @contextmanager
 def _compiled(painter: Painter):
     with ExitStack() as stack:
-        stack.enter_context(held_to(CUDNN, painter.device))
+        stack.enter_context(_cudnn_first())
         stack.enter_context(compiled_blocks(painter.denoiser))
         yield
 

@@ -74,23 +74,24 @@ def draw_rivals(rows: Rows):
         return None
     names = list(dict.fromkeys(_provider(row) for row in rows))
     shapes = list(dict.fromkeys(row["case"] for row in rows))
-    figure, axes = drawing.figure(
-        1, len(shapes), width=2.2 * len(shapes) + 1.6, height=0.42 * len(names) + 1, sharey=True
-    )
-    for place, shape in zip(axes[0], shapes, strict=True):
+    columns, most = min(4, len(shapes)), max(float(row["median"]) for row in rows)
+    lines, size = -(-len(shapes) // columns), {"width": 2.3 * columns + 1.6, "sharey": True}
+    figure, axes = drawing.figure(lines, columns, height=lines * (0.36 * len(names) + 0.8), **size)
+    for place in axes.flat[len(shapes) :]:
+        place.axis("off")
+    for place, shape in zip(axes.flat, shapes, strict=False):
         found = {_provider(r): r for r in rows if r["case"] == shape}
         for y, name in enumerate(names):
             if name in found:
                 value, error = float(found[name]["median"]), float(found[name]["rel_l2_error"] or 0)
                 ours = found[name]["provider"] == "sage_kernels"
                 place.barh(y, value, 0.7, color=drawing.COLORS[0 if ours else 1])
-                place.annotate(
-                    f"{value:.0f}; {error:.1%}", (0, y), xytext=(4, 0), textcoords="offset points", va="center", size=8
-                )
+                inside = {"xytext": (4, 0), "textcoords": "offset points", "va": "center", "size": 8}
+                place.annotate(f"{value:.0f}; {error:.1%}", (0, y), color="white" if ours else "black", **inside)
         place.set_yticks(range(len(names)), names)
         place.grid(axis="y", visible=False)
         place.set_title(shape.partition("/")[0].replace("_", " "), fontsize=10)
-        place.set(xlabel="TFLOPS; relative L2")
+        place.set(xlabel="TFLOPS; relative L2", xlim=(0, 1.05 * most))
     axes[0, 0].invert_yaxis()
     return figure
 

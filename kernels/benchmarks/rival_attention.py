@@ -98,6 +98,9 @@ ATTENTION_RIVALS = {
 QUANTIZING = {"sageattention": 0.1, "torchao": 0.3}
 
 
+WIDEST = 128  # head_dim that all of them take; a VAE has wider heads
+
+
 def bound(provider: str) -> float | None:
     """Largest error allowed to another package's 8-bit attention; None for a provider that is none."""
     return QUANTIZING.get(provider.partition("_")[0])
@@ -149,12 +152,13 @@ def flex(case) -> Callable:
 def rival_attention(rival: Rival):
     """Run a rival in place of scaled_dot_product_attention inside of the with-statement.
 
-    Calls with a mask, dropout or heads that share keys go to PyTorch as before.
+    Calls with a mask, dropout, heads that share keys or heads wider than WIDEST go to PyTorch as before.
     """
     stock = torch.nn.functional.scaled_dot_product_attention
 
     def attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
-        if attn_mask is not None or dropout_p or query.shape[1] != key.shape[1]:
+        plain = attn_mask is None and not dropout_p and query.shape[1] == key.shape[1]
+        if not plain or query.shape[-1] > WIDEST:
             return stock(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
         return rival.attend(query, key, value, is_causal, scale)
 

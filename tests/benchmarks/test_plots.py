@@ -22,7 +22,7 @@ from sage_processors.evaluation import drawing  # noqa: E402
 from tests.support.repository import ROOT
 
 
-FIGURES = ("speed_by_length", "psnr_per_scaling")
+FIGURES = ("speed_by_length", "rivals", "wholes", "psnr_per_scaling")
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +101,7 @@ def test_lengths_are_lines_and_models_are_bars(plots):
 def test_the_documentation_shows_figures_that_are_there():
     page = ROOT / "docs" / "results.md"
     shown = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", page.read_text(encoding="utf-8"))
-    assert {Path(path).stem for path in shown} == {"speed_by_length", "quality_budget", "video_strip"}
+    assert {Path(path).stem for path in shown} == {"speed_by_length", "wholes", "quality_budget", "video_strip"}
     assert all((page.parent / path).is_file() for path in shown)
 
 

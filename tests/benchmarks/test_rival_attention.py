@@ -57,10 +57,13 @@ def test_a_rival_runs_in_place_of_the_models_attention(bench, stand_in, tmp_path
     assert torch.nn.functional.scaled_dot_product_attention is scaled_dot_product_attention
 
 
-def test_masks_and_shared_heads_stay_with_pytorch(rivals, stand_in):
+def test_masks_shared_heads_and_wide_heads_stay_with_pytorch(rivals, stand_in):
     (rival,) = rivals.imported(["sageattention_2", "sageattention_1", "flash_attn_3"])
     q, k, mask = torch.randn(1, 4, 8, 16), torch.randn(1, 2, 8, 16), torch.ones(8, 8, dtype=torch.bool).tril()
+    wide = torch.randn(1, 1, 8, 512)  # of a VAE
     with rivals.rival_attention(rival):
+        found = torch.nn.functional.scaled_dot_product_attention(wide, wide, wide)
+        assert torch.equal(found, scaled_dot_product_attention(wide, wide, wide))
         for options in ({"attn_mask": mask}, {"enable_gqa": True}):
             key = k if "enable_gqa" in options else q
             found = torch.nn.functional.scaled_dot_product_attention(q, key, key, **options)
