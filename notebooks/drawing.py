@@ -13,8 +13,12 @@ from sage_processors.evaluation.metrics import Interval, missing_package
 from sage_processors.files.whole_file import write_whole
 
 
-# Okabe and Ito 2008, neighbours of different brightness; grey in place of their yellow, hard to see on white
-COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000", "#8C8C8C")
+# Okabe and Ito 2008, neighbours of different brightness; grey in place of their yellow, hard to see on white. Then
+# four of Paul Tol's "muted", as a figure has up to eleven series
+COLORS = (
+    *("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000", "#8C8C8C"),
+    *("#882255", "#999933", "#332288", "#DDCC77"),
+)
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 DPI = 100
 PNG_COLORS = 96  # a palette makes the file a third of the size
@@ -44,8 +48,10 @@ def figure(rows: int = 1, columns: int = 1, *, width: float = 8.0, height: float
         return made, made.subplots(rows, columns, squeeze=False, **options)
 
 
-def save(made, path: str | Path) -> Path:
+def save(made, path: str | Path, *, colors: int = PNG_COLORS) -> Path:
     """Write a figure as PNG or SVG, by the path's suffix, and return the path.
+
+    colors: of a PNG, at most 256; more than PNG_COLORS for pictures with a colour scale.
 
     The file holds no date or version, so equal figures are equal files.
     Raises: ValueError for another suffix or a missing folder.
@@ -61,7 +67,7 @@ def save(made, path: str | Path) -> Path:
         from PIL import Image  # matplotlib needs it too
 
         with Image.open(drawn) as image:
-            small = image.convert("RGB").quantize(PNG_COLORS, dither=Image.Dither.NONE)
+            small = image.convert("RGB").quantize(colors, dither=Image.Dither.NONE)
         drawn = io.BytesIO()
         small.save(drawn, format="png", optimize=True)
     write_whole(path, drawn.getvalue())
@@ -69,8 +75,12 @@ def save(made, path: str | Path) -> Path:
 
 
 def style_of(index: int) -> dict:
-    """Return colour and marker of a figure's index-th line. The first 64 lines all differ."""
-    return {"color": COLORS[index % len(COLORS)], "marker": MARKERS[(index + index // len(COLORS)) % len(MARKERS)]}
+    """Return colour and marker of a figure's index-th line. The first 96 lines all differ.
+
+    Every other marker is hollow, so that a line that lies on another one still shows.
+    """
+    color, marker = COLORS[index % len(COLORS)], MARKERS[(index + index // len(COLORS)) % len(MARKERS)]
+    return {"color": color, "marker": marker, "mfc": "none" if index % 2 else color}
 
 
 def bars(axes, labels: Sequence[str], values: Sequence[Interval | float], *, unit: str, digits: int = 1) -> None:

@@ -184,9 +184,9 @@ figure, axes = drawing.figure(columns=2, width=10)
 for place, (case, title) in zip(
     axes.flat, (("normal/sqrt", "N(0, 1), scale 1/√D"), ("uniform/one", "U(-0.5, 0.5), scale 1")), strict=True
 ):
-    for recipe, color, marker in zip(RECIPES, drawing.COLORS, drawing.MARKERS, strict=False):
+    for index, recipe in enumerate(RECIPES):
         values = [100 * error(case, recipe, seq) for seq in LENGTHS]
-        place.plot(LENGTHS, values, color=color, marker=marker, label=recipe, markersize=5)
+        place.plot(LENGTHS, values, label=recipe, ms=6, **drawing.style_of(index))
     for column, style in (("half", ":"), ("full", "--"), ("fp8", "-.")):
         paper = PAPER[case.partition("/")[0]][column]
         place.plot(LENGTHS, paper, color="#8C8C8C", linestyle=style, label=f"paper: {column}")
@@ -252,9 +252,9 @@ lines = [
 header = ["inputs", "L1 of FP4, %", *(f"recovered at {100 * float(b):g} %" for b in BUDGETS)]
 display(Markdown(markdown_table(header, lines)))
 figure, axes = drawing.figure(width=7)
-for family, color, marker in zip(FAMILIES, drawing.COLORS, drawing.MARKERS, strict=False):
+for index, family in enumerate(FAMILIES):
     values = [100 * recovered(family, "nvfp4", budget) for budget in BUDGETS]
-    axes[0, 0].plot([100 * float(b) for b in BUDGETS], values, color=color, marker=marker, label=family)
+    axes[0, 0].plot([100 * float(b) for b in BUDGETS], values, label=family, ms=7, **drawing.style_of(index))
 axes[0, 0].set(xscale="log", xlabel="blocks in 16 bit, %", ylabel="error taken away, %", ylim=(0, 100))
 axes[0, 0].set_xticks([100 * float(b) for b in BUDGETS], [f"{100 * float(b):g}" for b in BUDGETS])
 axes[0, 0].minorticks_off()

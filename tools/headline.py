@@ -1,4 +1,4 @@
-"""The README's table of figures: a few rows of results.csv, each with its reference."""
+"""The README's table of figures: rows of results.csv, and stock of the same run."""
 
 from __future__ import annotations
 
@@ -8,8 +8,18 @@ from typing import NamedTuple
 from sage_kernels.facts.recipe import DEFAULT_RECIPE
 
 
-HEADER = ("what", "INT8 attention", "measured against", "ratio")
-CUDNN, OURS = "torch_sdpa_cudnn", "sage_kernels"
+HEADER = ("what", "ours", "stock, called the same way", "fastest stock of the same run")
+OURS = "sage_kernels"
+# PyTorch's own ways to run attention, in words; other packages are no stock
+STOCK = {
+    "torch_sdpa_default": "as diffusers comes",
+    "torch_sdpa_cudnn": "cuDNN",
+    "torch_sdpa_flash": "FlashAttention 2",
+    "torch_compiled_cudnn": "cuDNN, compiled",
+    "torch_flex": "FlexAttention",
+}
+COUNTED_UP = "throughput"  # the metric of which more is better
+PICTURES = ("tiny_sd", "tiny_flux")  # small pipelines whose PSNR stands below the table
 
 
 class Figure(NamedTuple):
@@ -18,138 +28,126 @@ class Figure(NamedTuple):
     Attributes:
         what: name of the measurement, in words.
         suite, case, metric, recipe: of the row in results.csv; the newest counts.
-        against: name of the reference, in words; {} stands for its number.
-        number: formats both numbers.
-        reference: (case, provider) of the reference's row; None: there is no other row to compare with.
-        anywhere: True: from the newest run on any GPU; False: from the newest run on the table's GPU.
+        number: formats all numbers of the line.
+        same_way: provider of stock that is called as ours is.
     """
 
     what: str
     suite: str
     case: str
     metric: str
-    against: str
     number: Callable[[float], str]
-    reference: tuple[str, str] | None
-    recipe: str = DEFAULT_RECIPE
-    anywhere: bool = False
+    recipe: str = "preset_fast"
+    same_way: str = "torch_sdpa_cudnn"
 
 
 def _milliseconds(value: float) -> str:
     return f"{value:.0f} ms" if value >= 10 else f"{value:.2f} ms"
 
 
+def _seconds(value: float) -> str:
+    return f"{value:.2f} s"
+
+
 FIGURES = (
     Figure(
-        "attention alone, 16,384 tokens of 128 channels", "attention_fwd", "D128_N16384_full", "throughput",
-        "cuDNN in bf16, {}", "{:.0f} TFLOPS".format, ("D128_N16384_full", CUDNN),
+        "FLUX.1 at 1024², a picture of 28 steps", "picture", "flux_1024", "time", _seconds,
+        same_way="torch_sdpa_default",
     ),
     Figure(
-        "Wan 2.1 1.3B, 480p, 81 frames, a forward", "end_to_end", "wan21_1_3b_480p81", "time",
-        "cuDNN, {}", _milliseconds, ("wan21_1_3b_480p81", CUDNN),
+        "the first one: kernels, graphs, 8-bit weights", "picture", "flux_1024/first", "time", _seconds,
+        same_way="torch_sdpa_default",
     ),
     Figure(
-        "the same, compiled, P·V in FP8, INT8 linear layers", "end_to_end", "wan21_1_3b_480p81/compiled", "time",
-        "cuDNN, {}", _milliseconds, ("wan21_1_3b_480p81/compiled", CUDNN),
-        "qk_int8_pv_fp8+linears_int8", True,
+        "its peak of memory", "picture", "flux_1024", "peak_memory", "{:.1f} GiB".format,
+        same_way="torch_sdpa_default",
     ),
     Figure(
-        "FLUX.1 at 2048², a forward", "end_to_end", "flux_2048", "time",
-        "cuDNN, {}", _milliseconds, ("flux_2048", CUDNN),
+        "its forward, both compiled, with CUDA graphs of blocks", "end_to_end", "flux_1024/compiled_graphs", "time",
+        _milliseconds, f"{DEFAULT_RECIPE}+linears_int8",
     ),
     Figure(
-        "the same, compiled, INT8 linear layers", "end_to_end", "flux_2048/compiled", "time",
-        "cuDNN, {}", _milliseconds, ("flux_2048/compiled", CUDNN),
-        f"{DEFAULT_RECIPE}+linears_int8", True,
+        "SDXL at 1024², 30 steps, computed from some of them", "picture", "sdxl_1024/computed", "time", _seconds,
+        same_way="torch_sdpa_default",
+    ),
+    Figure("Wan 2.1 1.3B, 480p, 81 frames, a forward", "models", "wan21_1_3b_480p81", "time", _milliseconds),
+    Figure(
+        "the same, both compiled", "end_to_end", "wan21_1_3b_480p81/compiled", "time", _milliseconds,
+        "qk_int8_pv_fp8+linears_int8",
     ),
     Figure(
-        "FLUX.1 at 1024², a forward", "end_to_end", "flux_1024", "time",
-        "cuDNN, {}", _milliseconds, ("flux_1024", CUDNN),
+        "attention alone, 16,384 tokens of 128 channels", "attention_fwd", "D128_N16384_full/drift", COUNTED_UP,
+        "{:.0f} TFLOPS".format, DEFAULT_RECIPE,
     ),
     Figure(
-        "the same, INT8 linear layers", "end_to_end", "flux_1024", "time",
-        "cuDNN, {}", _milliseconds, ("flux_1024", CUDNN), f"{DEFAULT_RECIPE}+linears_int8", True,
+        "KV cache: attention of a token, 8 × 131,072 tokens", "decode", "llama8b_decode_131072_b8", "time",
+        _milliseconds, "kv_int8",
     ),
     Figure(
-        "the same, compiled, CUDA graphs, INT8 linear layers", "end_to_end", "flux_1024/compiled_graphs", "time",
-        "cuDNN, {}", _milliseconds, ("flux_1024/compiled_graphs", CUDNN),
-        f"{DEFAULT_RECIPE}+linears_int8", True,
-    ),
-    Figure(
-        "the same, `graphs=\"auto\"`, INT8 linear layers", "end_to_end", "flux_1024/captured/together4", "time",
-        "cuDNN from a CUDA graph, {}", _milliseconds, ("flux_1024/captured/together4", CUDNN),
-        f"{DEFAULT_RECIPE}+linears_int8", True,
-    ),
-    Figure(
-        "INT8 KV cache: attention of a token, 8 × 131,072 tokens", "decode", "llama8b_decode_131072_b8", "time",
-        "cuDNN over a bf16 cache, {}", _milliseconds, ("llama8b_decode_131072_b8", CUDNN), "kv_int8",
-    ),
-    Figure(
-        "INT8 KV cache: memory, a token and layer", "decode", "llama8b_decode_131072_b8", "kv_bytes_per_token",
-        "a bf16 cache, {}", "{:,.0f} bytes".format, ("llama8b_decode_131072_b8", CUDNN), "kv_int8",
-    ),
-    Figure(
-        "PSNR, small pipelines of our own: `tiny_sd`", "quality", "tiny_sd/timestep", "psnr_db_mean",
-        "stock attention in bf16, same seeds", "{:.1f} dB".format, None,
-    ),
-    Figure(
-        "PSNR, small pipelines of our own: `tiny_flux`", "quality", "tiny_flux/timestep", "psnr_db_mean",
-        "stock attention in bf16, same seeds", "{:.1f} dB".format, None,
+        "KV cache: memory, a token and layer", "decode", "llama8b_decode_131072_b8", "kv_bytes_per_token",
+        "{:,.0f} bytes".format, "kv_int8",
     ),
 )  # fmt: skip
 
 
 def figures_markdown(rows: Iterable[dict[str, str]]) -> str:
-    """Return the table in Markdown, from the newest row of each figure.
+    """Return the table in Markdown, from the newest row of each figure, and a line on quality below it.
 
-    The table's GPU is the one with most figures. Figures with `anywhere` may be of another GPU, and are marked then.
-    Figures without a row are left out.
+    The table's GPU is the one with most figures. Figures without a row are left out.
     """
-    rows = [row for row in rows if row["gpu"] != "cpu"]
     by_gpu: dict[str, list[dict[str, str]]] = {}
+    quality = []
     for row in rows:
-        by_gpu.setdefault(row["gpu"], []).append(row)
-    found = {gpu: [_line(figure, own) for figure in FIGURES] for gpu, own in by_gpu.items()}
-    main = max(found, key=lambda gpu: len(list(filter(None, found[gpu]))), default="")
-    lines, marks = [], {main: ""}
-    for place, figure in enumerate(FIGURES):
-        newest = _ours(figure, rows)[-1:] if figure.anywhere else []
-        gpu = newest[0]["gpu"] if newest else main
-        line = found[gpu][place] if gpu else None
-        if line is not None:
-            what, *numbers = line
-            lines.append((what + marks.setdefault(gpu, "†" * len(marks)), *numbers))
-    if not lines:
+        if row["gpu"] != "cpu":
+            by_gpu.setdefault(row["gpu"], []).append(row)
+            quality += [row] if (row["suite"], row["metric"]) == ("quality", "psnr_db_mean") else []
+    found = {gpu: [*filter(None, (line_of(figure, own) for figure in FIGURES))] for gpu, own in by_gpu.items()}
+    gpu = max(found, key=lambda gpu: len(found[gpu]), default="")
+    if not gpu or not found[gpu]:
         return "No rows yet."
-    table = [HEADER, ("---",) * len(HEADER), *lines]
+    table = [HEADER, ("---",) * len(HEADER), *found[gpu]]
     text = "\n".join("| " + " | ".join(line) + " |" for line in table)
-    others = "".join(f"; {mark} {gpu}" for gpu, mark in marks.items() if mark)
-    return f"{text}\n\nMeasured on: {main}{others}."
+    return f"{text}\n\nMeasured on: {gpu}.{_quality(quality)}"
 
 
-def _ours(figure: Figure, rows: list[dict[str, str]]) -> list[dict[str, str]]:
+def run_of(row: dict[str, str], rows: list[dict[str, str]]) -> dict[str, dict[str, str]]:
+    """Return {provider of stock: its row} of the run that a row of ours is part of.
+
+    A commit may have several runs; stock's rows come before ours.
+    """
+    same = ("suite", "case", "metric", "commit", "gpu")
+    place = next(i for i, other in enumerate(rows) if other is row)
+    before = (other for other in rows[:place] if other["provider"] in STOCK)
+    return {other["provider"]: other for other in before if all(other[x] == row[x] for x in same)}
+
+
+def line_of(figure: Figure, rows: list[dict[str, str]]) -> tuple[str, ...] | None:
+    """Return the cells of one line, or None if there is no row of ours or of stock called the same way."""
     wanted = (figure.suite, figure.metric, figure.case, OURS, figure.recipe)
-    return [r for r in rows if (r["suite"], r["metric"], r["case"], r["provider"], r["recipe"]) == wanted]
-
-
-def _line(figure: Figure, rows: list[dict[str, str]]) -> tuple[str, ...] | None:
-    case = [row for row in rows if (row["suite"], row["metric"]) == (figure.suite, figure.metric)]
-    ours = _ours(figure, rows)
+    ours = [r for r in rows if (r["suite"], r["metric"], r["case"], r["provider"], r["recipe"]) == wanted]
     if not ours:
         return None
-    if figure.reference is None:
-        most = max(ours, key=lambda row: int(row["batch"]))  # the largest number of pictures
-        newest = [row for row in ours if row["batch"] == most["batch"]][-1]
-        against = f"{figure.against}, mean of {newest['batch']} pictures"
-        return figure.what, figure.number(float(newest["median"])), against, "–"
-    newest = ours[-1]
-    others = [row for row in case if (row["case"], row["provider"]) == figure.reference]
-    # the reference of the same run: a commit may have several runs, and the reference's rows come before ours
-    place = next(i for i, row in enumerate(rows) if row is newest)
-    before = {id(row) for row in rows[:place]}
-    same_run = [row for row in others if row["commit"] == newest["commit"] and id(row) in before]
-    if not same_run:
+    run, own = run_of(ours[-1], rows), float(ours[-1]["median"])
+    if figure.same_way not in run:
         return None
-    own, other = float(newest["median"]), float(same_run[-1]["median"])
-    ratio = own / other if figure.metric == "throughput" else other / own
-    return figure.what, figure.number(own), figure.against.format(figure.number(other)), f"{ratio:.2f}×"
+    best = max if figure.metric == COUNTED_UP else min
+    fastest = best(run, key=lambda name: float(run[name]["median"]))
+
+    def cell(name: str) -> str:
+        other = float(run[name]["median"])
+        ratio = own / other if figure.metric == COUNTED_UP else other / own
+        return f"{STOCK[name]}, {figure.number(other)}: {ratio:.2f}×"
+
+    return figure.what, figure.number(own), cell(figure.same_way), cell(fastest)
+
+
+def _quality(rows: list[dict[str, str]]) -> str:
+    said = []
+    for name in PICTURES:
+        drawn = [row for row in rows if (row["case"], row["recipe"]) == (f"{name}/timestep", DEFAULT_RECIPE)]
+        if drawn:
+            most = max(int(row["batch"]) for row in drawn)
+            newest = [row for row in drawn if int(row["batch"]) == most][-1]
+            said.append(f"`{name}` {float(newest['median']):.1f} dB, mean of {most} pictures")
+    start = " PSNR against stock in bf16 with the same seeds, small pipelines of our own: "
+    return start + "; ".join(said) + "." if said else ""

@@ -10,7 +10,8 @@ from sage_processors.files.whole_file import write_whole
 
 from .headline import figures_markdown
 from .kernel_tables import cold_start, linear_rivals, linears, mixed, models, recipe_errors
-from .tables import launch_layers, peers, results_markdown
+from .peer_tables import peer_models, peers, whole_pictures
+from .tables import launch_layers, results_markdown
 
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -29,6 +30,8 @@ def sections(rows: list[dict[str, str]]) -> dict[str, str]:
         "figures": figures_markdown(rows),
         "results": results_markdown(rows),
         "peers": peers(rows),
+        "peer_models": peer_models(rows),
+        "pictures": whole_pictures(rows),
         "linears": linears(rows),
         "linear_rivals": linear_rivals(rows),
         "cold_start": cold_start(rows),

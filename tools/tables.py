@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from sage_kernels.facts.recipe import DEFAULT_RECIPE, FP8_RECIPE
+from sage_kernels.facts.recipe import DEFAULT_RECIPE
 
 
 LANGUAGE = {  # metric of a language model's row: heading
@@ -123,38 +123,6 @@ def _attention(rows: list[dict[str, str]]) -> str:
     note = "TFLOPS, quantisation included, and in brackets the ratio to cuDNN of the same run."
     speed = markdown_table(["shape", "on", "cuDNN", *(f"timestep, {recipe}" for recipe in recipes)], lines)
     return "\n\n".join((note, speed, markdown_table(["recipe", "scaling", "largest relative L2 error"], worst)))
-
-
-PEER_CASES = (
-    "D128_N4096_full",
-    "D128_N16384_full",
-    "D128_N16384_causal",
-    "D64_N16384_full",
-    "flux_2048",
-    "cogvideox_49",
-)
-
-
-def peers(rows: list[dict[str, str]]) -> str:
-    """Return a table of the newest runs with other packages' attention beside ours, a line per shape."""
-    rows = [row for row in rows if (row["suite"], row["metric"]) == ("attention_fwd", "throughput")]
-    usual = ("sage_kernels", "torch_sdpa_cudnn", "torch_sdpa_flash")
-    lines, columns = (
-        [],
-        [*((name, "") for name in usual[1:]), *((usual[0], name) for name in (DEFAULT_RECIPE, FP8_RECIPE))],
-    )
-    for case in PEER_CASES:
-        timed = [row for row in rows if row["case"] == case]
-        runs = [row["commit"] for row in timed if row["provider"] not in usual]
-        if not runs:
-            continue
-        run = {(row["provider"], row["recipe"]): row for row in timed if row["commit"] == runs[-1]}
-        columns += [key for key in run if key not in columns]
-        lines.append((case, runs[-1], run))
-    if not lines:
-        return "No rows yet: `make bench` with other packages installed."
-    body = [[case, commit, *(run[x]["median"] if x in run else "–" for x in columns)] for case, commit, run in lines]
-    return markdown_table(["shape", "commit", *(recipe or provider for provider, recipe in columns)], body)
 
 
 def _decoding(rows: list[dict[str, str]]) -> str:

@@ -2,36 +2,36 @@
 
     make bench
     make bench ARGS="--set all --no-save"
+    make bench ARGS="--set rivals --drift --with sageattention_2 --with flash_attn_3"
 
 Every time includes smoothing and quantisation. A provider with too large an error gets no time and no row. All
-providers
-of a case run in turns in one process, and ratios are those of their medians: absolute times drift from run to run, and
-a GPU that has been busy for seconds is slower.
+providers of a case run in turns in one process, and ratios are those of their medians: absolute times drift from run
+to run, and a GPU that has been busy for seconds is slower.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import importlib.metadata
 import math
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
 import triton
 from cases import SETS
+from rival_attention import ATTENTION_RIVALS, bound, imported, of_case
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from sage_kernels import DEFAULT_RECIPE, RECIPES, sage_attention
 from sage_kernels.facts.recipe import FP8_RECIPE
 from sage_kernels.planning import state as planning
-from sage_kernels.results import append_row
+from sage_kernels.results import DRIFT, append_row
 from sage_kernels.testing import relative_l2
 
 
@@ -41,7 +41,6 @@ RESULTS = Path(__file__).resolve().parent / "results.csv"
 MAX_ERROR = {"16bit": 0.03, "fp8_e4m3": 0.05, "int8": 0.03}
 STUDY_ERROR = 0.1  # of recipes for comparison only, whose error is the subject
 SDPA = ("torch_sdpa_cudnn", "torch_sdpa_flash")
-INT8_PEERS = {"sageattention_1.0.6": 0.1}  # a loose bound, which only detects a result that is no attention
 # FlexAttention takes half a minute to compile for a shape
 FLEX_CASES = [f"D{d}_N{n}_{kind}" for d in (64, 128) for n in (8192, 16384) for kind in ("full", "causal")]
 ROUNDS = 3  # turns of every provider
@@ -89,7 +88,7 @@ def torch_sdpa(case, backend, attn_mask=None, causal=""):
 
 
 def planned_attention(
-    case, q, k, v, lagged=False, rotation="none", attention=sage_attention, planning=planning, **options
+    case, q, k, v, lagged=False, rotation="none", attention=sage_attention, planning=planning, drift=False, **options
 ):
     """Return attention with timestep scaling and a plan, made from one call on these inputs.
 
@@ -99,6 +98,7 @@ def planned_attention(
             Query tiles whose reference does not fit are computed again; that is counted and timed. "/running_max" is
             the same without such a reference.
         attention, planning: `sage_attention` and the module of ScaleState and Site, possibly of another version.
+        drift: all sets of inputs are of one layer (`drifting_sets`) and share the maxima.
     """
     options |= {"rotation": rotation}
     scales = planning.ScaleState([planning.Site("bench", case.kv_heads, case.head_dim, rotation)], device=q.device)
@@ -108,10 +108,11 @@ def planned_attention(
     def run(q, k, v):
         mine = state
         if lagged:
-            known = q.data_ptr() in kept
+            layer = 0 if drift else q.data_ptr()
+            known = layer in kept
             if not known:
-                kept[q.data_ptr()] = q.new_empty(case.batch, case.heads, case.seq_q, dtype=torch.float32)
-            mine = state.keeping(kept[q.data_ptr()], known)
+                kept[layer] = q.new_empty(case.batch, case.heads, case.seq_q, dtype=torch.float32)
+            mine = state.keeping(kept[layer], known)
         return attention(q, k, v, state=mine, **options)
 
     run(q, k, v)
@@ -121,75 +122,32 @@ def planned_attention(
     return run
 
 
-def flex(case):
-    """Return torch's FlexAttention, compiled for this shape, without copies of K and V for GQA."""
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+def providers(case, inputs, rivals=(), drift=False):
+    """Yield (provider, suffix of the case's name, recipe, function) for everything that runs here.
 
-    block_mask = None
-    if case.causal:
-        offset = case.seq_kv - case.seq_q
-        block_mask = create_block_mask(
-            lambda b, h, row, key: row + offset >= key, None, None, case.seq_q, case.seq_kv, device="cuda"
-        )
-    compiled = torch.compile(flex_attention, dynamic=False)
-
-    def run(q, k, v):
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return compiled(q, k, v, block_mask=block_mask, enable_gqa=case.heads != case.kv_heads).transpose(1, 2)
-
-    return run
-
-
-def peers(case):
-    """Yield (provider, function) of other packages that are installed and support this case."""
-    if not case.hidden_keys:
-        if case.name in FLEX_CASES:
-            yield "torch_flex", flex(case)
-        with contextlib.suppress(ImportError):
-            from sageattention import sageattn
-
-            if importlib.metadata.version("sageattention") == "1.0.6" and case.head_dim in (64, 96, 128):
-
-                def sage(q, k, v):
-                    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-                    if case.heads != case.kv_heads:
-                        k, v = (x.repeat_interleave(case.heads // case.kv_heads, 1) for x in (k, v))
-                    return sageattn(q, k, v, is_causal=case.causal).transpose(1, 2)
-
-                yield "sageattention_1.0.6", sage
-        with contextlib.suppress(ImportError):
-            from flash_attn.cute import flash_attn_func
-
-            yield "flash_attn_4", lambda q, k, v: flash_attn_func(q, k, v, causal=case.causal)[0]
-
-
-def providers(case, inputs):
-    """Yield (provider, suffix of the case's name, recipe, function) for everything that runs here."""
+    rivals: of other packages; with drift, ours runs as a denoising step does alone.
+    """
     options = options_of(case)
     yield "torch_sdpa_cudnn", "", "", torch_sdpa(case, SDPBackend.CUDNN_ATTENTION, **options)
     if "attn_mask" not in options:  # flash supports no mask tensor
         yield "torch_sdpa_flash", "", "", torch_sdpa(case, SDPBackend.FLASH_ATTENTION, **options)
-    for provider, function in peers(case):
-        yield provider, "", "", function
-    yield "sage_kernels", "", DEFAULT_RECIPE, planned_attention(case, *inputs, **options)
-    yield "sage_kernels", "/hadamard", DEFAULT_RECIPE, planned_attention(case, *inputs, rotation="hadamard", **options)
+        for rival in rivals:
+            if rival.attend is not None or case.name.partition("/")[0] in FLEX_CASES:
+                yield rival.provider, "", "", of_case(rival, case)
+    ours = partial(planned_attention, case, *inputs, drift=drift, **options)
+    yield "sage_kernels", "", DEFAULT_RECIPE, ours()
+    eight = torch.version.hip is None and torch.cuda.get_device_capability() >= (8, 9)
+    if eight:
+        yield "sage_kernels", "", FP8_RECIPE, ours(recipe=FP8_RECIPE, lagged=True)
+    if drift:
+        return
+    yield "sage_kernels", "/hadamard", DEFAULT_RECIPE, ours(rotation="hadamard")
     for scaling in ("per_block", "per_token"):
-        yield (
-            "sage_kernels",
-            f"/{scaling}",
-            DEFAULT_RECIPE,
-            lambda q, k, v, s=scaling: sage_attention(q, k, v, scaling=s, **options),
-        )
-    if torch.version.hip is None and torch.cuda.get_device_capability() >= (8, 9):
-        fp8 = options | {"recipe": FP8_RECIPE}
-        yield "sage_kernels", "", FP8_RECIPE, planned_attention(case, *inputs, lagged=True, **fp8)
-        yield "sage_kernels", "/running_max", FP8_RECIPE, planned_attention(case, *inputs, **fp8)
-        yield (
-            "sage_kernels",
-            "/per_block",
-            FP8_RECIPE,
-            lambda q, k, v: sage_attention(q, k, v, scaling="per_block", **fp8),
-        )
+        yield "sage_kernels", f"/{scaling}", DEFAULT_RECIPE, partial(sage_attention, scaling=scaling, **options)
+    if eight:
+        yield "sage_kernels", "/running_max", FP8_RECIPE, ours(recipe=FP8_RECIPE)
+        fp8 = options | {"recipe": FP8_RECIPE, "scaling": "per_block"}
+        yield "sage_kernels", "/per_block", FP8_RECIPE, partial(sage_attention, **fp8)
 
 
 def make_inputs(case, dtype):
@@ -240,7 +198,7 @@ class Entrant:
 
     @property
     def is_int8(self) -> bool:
-        return self.is_ours or self.provider in INT8_PEERS
+        return self.is_ours or bound(self.provider) is not None
 
 
 def gate(case, inputs, offered, exact=None) -> tuple[list[Entrant], list[str]]:
@@ -259,8 +217,8 @@ def gate(case, inputs, offered, exact=None) -> tuple[list[Entrant], list[str]]:
                 raise
             print(f"{case.name:42} {provider:18} not here: {str(failure).splitlines()[0][:80]}", flush=True)
             continue
-        if provider in INT8_PEERS:
-            bar = INT8_PEERS[provider]
+        if bound(provider) is not None:
+            bar = bound(provider)
         elif recipe in RECIPES:
             bar = STUDY_ERROR if RECIPES[recipe].study else MAX_ERROR[RECIPES[recipe].pv]
         else:
@@ -279,6 +237,24 @@ def make_sets(case, dtype=torch.bfloat16) -> list:
     return [make_inputs(case, dtype) for _ in range(max(2, math.ceil(200e6 / bytes_a_set)))]
 
 
+def drifting_sets(case, dtype=torch.bfloat16, parts=0.2, grows=1.03) -> list:
+    """Return inputs of one layer at one denoising step, and at several that may follow it.
+
+    As in models, channels of K have means of their own. From the first set to each of the others, `parts` of q, k and
+    v are drawn again (relative L2), all of them grow or shrink by up to `grows`, and the means move by 5 %.
+    """
+    first, means = make_inputs(case, dtype), 3 * torch.randn(1, 1, case.kv_heads, case.head_dim, device="cuda")
+    sets = [(first[0], (first[1] + means).to(dtype), first[2])]
+    for turn in range(len(make_sets(case, dtype))):
+        scale = grows if turn % 2 else 1 / grows
+        q, k, v = (
+            scale * ((1 - parts**2) ** 0.5 * x + parts * new)
+            for x, new in zip(first, make_inputs(case, dtype), strict=True)
+        )
+        sets.append((q.to(dtype), (k + means * (1 + 0.05 * torch.randn_like(means))).to(dtype), v.to(dtype)))
+    return sets
+
+
 def take_turns(case, entrants: list[Entrant], sets_of: Callable) -> None:
     """Time all entrants in turns, each call on the next set of inputs. sets_of(entrant): its sets."""
     for _ in range(ROUNDS):
@@ -290,10 +266,15 @@ def take_turns(case, entrants: list[Entrant], sets_of: Callable) -> None:
             )  # fmt: skip
 
 
-def run_case(case, save: bool) -> list[str]:
-    """Gate and time every provider on `case`. Returns the failures."""
-    sets = make_sets(case)
-    entrants, failures = gate(case, sets[0], providers(case, sets[0]))
+def run_case(case, save: bool, rivals=(), drift=False) -> list[str]:
+    """Gate and time every provider on `case`. Returns the failures.
+
+    drift: a plan of one step serves the steps after it, whose inputs differ; the case's name says so.
+    """
+    planned, *timed = drifting_sets(case) if drift else make_sets(case)
+    case = case._replace(name=f"{case.name}/{DRIFT}") if drift else case
+    sets = timed if drift else [planned, *timed]
+    entrants, failures = gate(case, sets[0], providers(case, planned, rivals, drift))
     race(case, entrants, sets, save)
     return failures
 
@@ -369,6 +350,10 @@ def main() -> int:
     parser.add_argument("--set", choices=sorted(SETS), default="headline")
     known = {case.name: case for cases in SETS.values() for case in cases}
     parser.add_argument("--case", action="append", choices=sorted(known), metavar="NAME", help="in place of a set")
+    parser.add_argument(
+        "--with", action="append", choices=ATTENTION_RIVALS, dest="rivals", help="of other packages; all by default"
+    )
+    parser.add_argument("--drift", action="store_true", help="inputs move as from one denoising step to the next")
     parser.add_argument("--no-save", action="store_true", help="print only, append nothing to results.csv")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
@@ -376,7 +361,8 @@ def main() -> int:
         return 2
     torch.manual_seed(0)
     cases = [known[name] for name in arguments.case] if arguments.case else SETS[arguments.set]
-    failures = [failure for case in cases for failure in run_case(case, not arguments.no_save)]
+    rivals = list(imported(arguments.rivals or ATTENTION_RIVALS))
+    failures = [x for case in cases for x in run_case(case, not arguments.no_save, rivals, arguments.drift)]
     return 1 if failures else 0
 
 

@@ -23,7 +23,8 @@ for the GPU after every fourth forward only, as a pipeline waits at the end: Pyt
 the GPU's work on the forward before. Times are per forward.
 
 `--rival torchao_int8` measures stock attention with linear layers that another package quantised, the same layers as
-ours (rival_linears.py), checked against stock as ours is.
+ours (rival_linears.py); `--rival sageattention_2` measures another package's attention in place of all of stock's
+(rival_attention.py). Both are checked against stock as ours is.
 
 `--skip 50` leaves out that percentage of the key tiles of the largest attention, at random. It shows the speed of
 `skip` at that share, since models with random weights have no tiles worth skipping. The lists stay the same
@@ -49,6 +50,7 @@ from host_speed import HostSpeed
 from model_cases import ModelCase, make_inputs, make_model
 from random_lists import Shape, check_share, give_lists, listed_attention, random_lists
 from replaced_attention import attention_removed
+from rival_attention import ATTENTION_RIVALS, bound, imported, rival_attention
 from rival_linears import RIVALS, rival_linears
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -117,12 +119,12 @@ class Bench:
 
     def __init__(
         self, case: ModelCase, model, device, dtype, *, recipe, min_tokens, reps, called="eager", linears="none",
-        min_features=None, skip=0, rounds=1, together=1, rivals=(),
+        min_features=None, skip=0, rounds=1, together=1, rivals=None,
     ):  # fmt: skip
         self.case, self.model, self.device, self.dtype = case, model, device, dtype
         self.recipe, self.min_tokens, self.reps, self.called = recipe, min_tokens, reps, called
         self.linears, self.min_features = linears, min_features
-        self.lists, self.skip, self.rounds, self.together, self.rivals = None, skip, rounds, together, rivals
+        self.lists, self.skip, self.rounds, self.together, self.rivals = None, skip, rounds, together, rivals or {}
         self.forwards, self.host = 0, HostSpeed(matters=device.type == "cuda" and called != "cuda_graph")  # one launch
         if skip:
             sizes = case.attention()
@@ -159,6 +161,9 @@ class Bench:
             return self.measure(1 if self.reps > 1 else 0)
 
     def rival(self, name: str) -> Measured:
+        if self.rivals[name] is not None:
+            with rival_attention(self.rivals[name]), held_to("torch_sdpa_cudnn", self.device):
+                return self.measure(1)
         choices = choose(self.model, label=str, linears="int8", min_features=self.min_features)
         layers = [choice.module for choice in choices if choice.format != "none"]
         if not layers:
@@ -336,7 +341,7 @@ def save(csv: Path, bench: Bench, provider: str, result: Measured, ratio, errors
         "recipe": bench.full_recipe if provider == OURS else "", "batch": sizes["batch"], "heads": sizes["heads"],
         "kv_heads": sizes["kv_heads"], "seq_q": sizes["seq_q"], "seq_k": sizes["seq_kv"],
         "head_dim": sizes["head_dim"], "causal": sizes["causal"],
-        "includes_quantization": provider == OURS or provider in RIVALS,
+        "includes_quantization": provider in (OURS, *RIVALS) or bound(provider) is not None,
         "rel_l2_error": "" if errors is None else f"{errors[1]:.5f}",
     }  # fmt: skip
     times = torch.tensor(result.times, dtype=torch.float64)
@@ -347,7 +352,7 @@ def save(csv: Path, bench: Bench, provider: str, result: Measured, ratio, errors
     )  # fmt: skip
     if result.peak is not None:
         append_row(csv, **shared, metric="peak_memory", unit="GiB", median=f"{result.peak:.3f}")
-    if provider == OURS or provider in RIVALS:
+    if provider == OURS or provider in bench.rivals:
         metric = "rel_l1_same_tiles" if bench.skip else "rel_l1"
         append_row(csv, **shared, metric=metric, unit="1", median=f"{errors[0]:.5f}")
     if provider == OURS:
@@ -366,6 +371,8 @@ def main(arguments=None) -> int:
     csv = None if options.no_save else options.csv or (None if options.tiny else RESULTS)
     if csv is not None:
         check_appendable(csv)
+    rivals = dict.fromkeys(name for name in options.rival if name in RIVALS)
+    rivals |= {rival.provider: rival for rival in imported(x for x in options.rival if x in ATTENTION_RIVALS)}
     failures, model, built = [], None, None
     for case in chosen_cases(options):
         if built != (type(case), case.config):
@@ -378,7 +385,7 @@ def main(arguments=None) -> int:
             case, model, device, torch.bfloat16, recipe=options.recipe, min_tokens=options.min_tokens,
             reps=options.reps or case.reps, called=options.called, linears=options.linears,
             min_features=options.min_features, skip=options.skip, rounds=options.rounds, together=options.together,
-            rivals=options.rival,
+            rivals=rivals,
         )  # fmt: skip
         failures += run_case(bench, csv)
     return 1 if failures else 0

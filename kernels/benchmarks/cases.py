@@ -79,6 +79,9 @@ CROSSOVER = [
     for heads in (16, 64)
     for n in (128, 256, 512, 1024, 2048)
 ]
+RIVALS = [
+    *(square(128, n, causal=causal) for n in (4096, 16384, 32768) for causal in (False, True)), square(64, 16384),
+]  # fmt: skip
 SETS = {
     "crossover": CROSSOVER,
     "headline": HEADLINE,
@@ -87,5 +90,6 @@ SETS = {
     "grouped": GROUPED,
     "models": MODELS,
     "masked": MASKED,
+    "rivals": RIVALS,
     "all": [*SQUARES, *WIDTHS, *GROUPED, *MODELS, *MASKED],
 }

@@ -23,7 +23,7 @@ for folder in (HERE.parent.parent, HERE.parent, HERE.parent.parent / "notebooks"
 import drawing  # noqa: E402
 
 from sage_kernels.facts.recipe import DEFAULT_RECIPE  # noqa: E402
-from sage_kernels.results import is_crossover_row, is_scaling_row, read_rows  # noqa: E402
+from sage_kernels.results import DRIFT, is_crossover_row, is_scaling_row, read_rows  # noqa: E402
 from sage_processors.evaluation.metrics import Interval  # noqa: E402
 
 
@@ -40,10 +40,7 @@ def newest(rows: Rows) -> Rows:
 
 
 def speed_rows(rows: Rows) -> Rows:
-    """Return rows of our throughput with a ratio to cuDNN.
-
-    All scalings of the default recipe, and timestep scaling of the others.
-    """
+    """Return rows of our throughput with a ratio to cuDNN: all scalings of the default recipe, one of the others."""
     chosen = [r for r in rows if r["suite"] == "attention_fwd" and r["provider"] == "sage_kernels"]
     chosen = [r for r in chosen if r["metric"] == "throughput" and not is_crossover_row(r) and is_scaling_row(r)]
     chosen = [r for r in chosen if r["recipe"] == DEFAULT_RECIPE or "/" not in r["case"]]
@@ -66,36 +63,74 @@ def picture_panels(rows: Rows) -> dict[tuple[str, str], Rows]:
     return {place: run for place, run in panels.items() if len(run) >= FEWEST_WAYS}
 
 
-def draw_speed(rows: Rows):
-    """Draw bars of ours / cuDNN by GPU, shape and scaling. Returns a Figure, or None without rows."""
-    rows = speed_rows(rows)
+def draw_rivals(rows: Rows):
+    """Draw TFLOPS of ours and of other packages by shape, of the newest run with inputs that drift.
+
+    Each bar names its provider and its error. Returns a Figure, or None without such a run.
+    """
+    rows = [r for r in rows if r["suite"] == "attention_fwd" and r["metric"] == "throughput"]
+    rows = [r for r in rows if r["case"].endswith(f"/{DRIFT}")]
+    rows = newest([r for r in rows if r["commit"] == rows[-1]["commit"]]) if rows else []
     if not rows:
         return None
-    gpus = list(dict.fromkeys(row["gpu"] for row in rows))
-    scalings = list(dict.fromkeys(_scaling(row) for row in rows))
-    most = max(len({_shape(row) for row in rows if row["gpu"] == gpu}) for gpu in gpus)
-    figure, axes = drawing.figure(1, len(gpus), width=7.5 * len(gpus), height=1.2 + 0.6 * most)
-    for place, gpu in zip(axes[0], gpus, strict=True):
-        shapes = list(dict.fromkeys(_shape(row) for row in rows if row["gpu"] == gpu))
-        thickness = 0.8 / len(scalings)
-        for index, scaling in enumerate(scalings):
-            found = {_shape(r): float(r["ratio_vs_cudnn"]) for r in rows if (r["gpu"], _scaling(r)) == (gpu, scaling)}
-            where = [i + (index - (len(scalings) - 1) / 2) * thickness for i, s in enumerate(shapes) if s in found]
-            values = [found[shape] for shape in shapes if shape in found]
-            color = drawing.COLORS[index % len(drawing.COLORS)]
-            place.barh(where, values, thickness, color=color, label=scaling)
-            for y, value in zip(where, values, strict=True):
-                place.annotate(
-                    f"{value:.2f}", (value, y), xytext=(3, 0), textcoords="offset points", va="center", size=8
-                )
-        place.axvline(1, color="#333333", lw=1, ls="--")
-        place.set_yticks(range(len(shapes)), shapes)
+    names = list(dict.fromkeys(_provider(row) for row in rows))
+    shapes = list(dict.fromkeys(row["case"] for row in rows))
+    columns, most = min(4, len(shapes)), max(float(row["median"]) for row in rows)
+    lines, size = -(-len(shapes) // columns), {"width": 2.3 * columns + 1.6, "sharey": True}
+    figure, axes = drawing.figure(lines, columns, height=lines * (0.36 * len(names) + 0.8), **size)
+    for place in axes.flat[len(shapes) :]:
+        place.axis("off")
+    for place, shape in zip(axes.flat, shapes, strict=False):
+        found = {_provider(r): r for r in rows if r["case"] == shape}
+        for y, name in enumerate(names):
+            if name in found:
+                value, error = float(found[name]["median"]), float(found[name]["rel_l2_error"] or 0)
+                ours = found[name]["provider"] == "sage_kernels"
+                place.barh(y, value, 0.7, color=drawing.COLORS[0 if ours else 1])
+                inside = {"xytext": (4, 0), "textcoords": "offset points", "va": "center", "size": 8}
+                place.annotate(f"{value:.0f}; {error:.1%}", (0, y), color="white" if ours else "black", **inside)
+        place.set_yticks(range(len(names)), names)
+        place.grid(axis="y", visible=False)
+        place.set_title(shape.partition("/")[0].replace("_", " "), fontsize=10)
+        place.set(xlabel="TFLOPS; relative L2", xlim=(0, 1.05 * most))
+    axes[0, 0].invert_yaxis()
+    return figure
+
+
+def draw_wholes(rows: Rows):
+    """Draw seconds of whole pictures and clips: a bar for each way, denoising and the rest stacked.
+
+    A panel for each model's newest run. Returns a Figure, or None without one.
+    """
+    rows = [r for r in rows if r["suite"] in ("picture", "clip") and r["metric"] == "time"]
+    models = list(dict.fromkeys(row["case"].removesuffix("/rest") for row in rows if row["case"].endswith("/rest")))
+    if not models:
+        return None
+    figure, axes = drawing.figure(1, len(models), width=3.6 * len(models), height=2.8)
+    for place, model in zip(axes[0], models, strict=True):
+        run = [row for row in rows if row["case"] == model]
+        run = newest([row for row in run if row["commit"] == run[-1]["commit"]])
+        whole = [float(row["median"]) for row in run]
+        rest = [
+            float([r for r in rows if r["case"] == f"{model}/rest" and _provider(r) == _provider(row)][-1]["median"])
+            for row in run
+        ]
+        steps = [a - b for a, b in zip(whole, rest, strict=True)]
+        place.barh(range(len(run)), steps, 0.7, color=drawing.COLORS[0], label="denoising steps")
+        place.barh(range(len(run)), rest, 0.7, left=steps, color=drawing.COLORS[1], label="text encoders, VAE, others")
+        for y, value in enumerate(whole):
+            place.annotate(f"{value:.2f}", (value, y), xytext=(4, 0), textcoords="offset points", va="center", size=8)
+        place.set_yticks(range(len(run)), [_provider(row) for row in run], fontsize=8)
         place.invert_yaxis()
         place.grid(axis="y", visible=False)
-        place.margins(x=0.08)
-        place.set(xlabel="speed, ours / cuDNN 16 bit in the same run (dashed: equal)", title=gpu)
-    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=len(scalings), fontsize=9)
+        place.margins(x=0.18)
+        place.set(xlabel="s", title=model)
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=9)
     return figure
+
+
+def _provider(row: dict[str, str]) -> str:
+    return row["recipe"] or row["provider"]
 
 
 def draw_lengths(rows: Rows):
@@ -129,7 +164,11 @@ def draw_lengths(rows: Rows):
     values = [float(row["ratio_vs_cudnn"]) for row in shown]
     axes[0, 1].barh(range(len(shown)), values, color=drawing.COLORS[0])
     for y, value in enumerate(values):
-        axes[0, 1].annotate(f"{value:.2f}", (value, y), xytext=(3, 0), textcoords="offset points", va="center", size=9)
+        clear = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}  # of the line where both are equally fast
+        axes[0, 1].annotate(
+            f"{value:.2f}", (value, y), xytext=(4, 0), textcoords="offset points", va="center", size=9, bbox=clear
+        )
+    axes[0, 1].margins(x=0.1)
     axes[0, 1].set_yticks(range(len(shown)), [row["case"] for row in shown])
     axes[0, 1].invert_yaxis()
     axes[0, 1].axvline(1, color="#333333", lw=1, ls="--")
@@ -156,16 +195,12 @@ def draw_pictures(rows: Rows):
     return figure
 
 
-def _shape(row: dict[str, str]) -> str:
-    return row["case"].partition("/")[0]
-
-
-def _scaling(row: dict[str, str]) -> str:
-    scaling = row["case"].partition("/")[2] or "timestep"  # a case without a suffix has the default scaling
-    return scaling if row["recipe"] == DEFAULT_RECIPE else f"{scaling}, {row['recipe']}"
-
-
-FIGURES = {"speed_by_length": draw_lengths, "speed_vs_cudnn": draw_speed, "psnr_per_scaling": draw_pictures}
+FIGURES = {
+    "speed_by_length": draw_lengths,
+    "rivals": draw_rivals,
+    "wholes": draw_wholes,
+    "psnr_per_scaling": draw_pictures,
+}
 
 
 def write(results: Path, out: Path, suffix: str) -> list[Path]:

@@ -30,13 +30,14 @@ COLUMNS = (
 ).split(",")
 SUITES = (
     *("attention_fwd", "attention_error", "prologue", "decode", "linear", "end_to_end", "cold_start", "quality"),
-    *("generate", "models", "linear_few_rows"),
+    *("generate", "models", "picture", "clip", "linear_few_rows"),
 )
 # Behind the / of a case of attention_fwd, apart from scalings: how it was called, a variant of its softmax,
 CALLS = ("eager", "cuda_graph", "compiled")
 SOFTMAX = ("guarded", "unguarded", "never_fixed", "all_redone")
-# and the key tiles that were visited or measured
+# the key tiles that were visited or measured, and inputs that move as from step to step
 TILES = ("skip0", "skip50", "skip75", "measuring", "measuring_all")
+DRIFT = "drift"
 REQUIRED = ("suite", "case", "provider", "metric", "unit", "median")
 
 
@@ -178,8 +179,8 @@ def is_crossover_row(row: dict[str, str]) -> bool:
 
 
 def is_scaling_row(row: dict[str, str]) -> bool:
-    """Return True for a row of one of attention's scalings, with the usual call and kernels."""
-    return row["case"].partition("/")[2] not in (*CALLS, *SOFTMAX, *TILES)
+    """Return True for a row of one of attention's scalings, with the usual call, kernels and inputs."""
+    return row["case"].partition("/")[2] not in (*CALLS, *SOFTMAX, *TILES, DRIFT)
 
 
 def is_without_int8(row: dict[str, str], int8_calls: str | None = None) -> bool:

@@ -25,6 +25,9 @@ import drawing  # noqa: E402
 import picture_report  # noqa: E402
 
 
+FIGURES = ("speed_by_length", "rivals", "wholes", "psnr_per_scaling")
+
+
 @pytest.fixture(scope="module")
 def plots():
     spec = importlib.util.spec_from_file_location("plots", ROOT / "kernels" / "benchmarks" / "plots.py")
@@ -48,16 +51,40 @@ def widths(axes) -> list[float]:
     return [round(bar.get_width(), 6) for bar in axes.patches]
 
 
-def test_speed_shows_the_newest_row_of_every_case(plots):
+def test_speed_is_of_the_newest_row_of_every_case(plots):
     rows = [speed("A", 1.5), speed("A/per_block", 1.2), speed("B", 0.9), speed("A", 1.1)]
     others = [{**speed("A", 9), "provider": "torch_sdpa_flash"}, {**speed("A", 9), "metric": "time"}, speed("A", "")]
-    others += [speed("A/cuda_graph", 9), speed("A/unguarded", 9)]
-    figure = plots.draw_speed([*rows, *others])
+    others += [speed(f"A/{way}", 9) for way in ("cuda_graph", "unguarded", "drift")]
+    found = {row["case"]: row["ratio_vs_cudnn"] for row in plots.speed_rows([*rows, *others])}
+    assert found == {"A": "1.1", "A/per_block": "1.2", "B": "0.9"}
+
+
+def test_rivals_are_of_one_run_and_every_bar_has_its_error(plots):
+    def row(provider, median, error, case="A/drift", commit="b"):
+        fields = {"provider": provider, "recipe": "", "median": str(median), "rel_l2_error": error, "commit": commit}
+        return speed(case, 1) | fields
+
+    rows = [row("old", 9, "0.1", commit="a"), row("cudnn", 600, "0.001"), row("sage_2", 700, "0.08")]
+    figure = plots.draw_rivals([*rows, row("cudnn", 500, "0.001", "B/drift"), row("cudnn", 1, "0.001", "A")])
+    left, right = figure.axes
+    assert widths(left) == [600, 700] and widths(right) == [500] and left.get_title() == "A"
+    assert [x.get_text() for x in left.texts] == ["600; 0.1%", "700; 8.0%"]
+    assert [x.get_text() for x in left.get_yticklabels()] == ["cudnn", "sage_2"]
+    assert plots.draw_rivals(rows[:0]) is None
+
+
+def test_wholes_are_stacks_of_the_newest_run(plots):
+    def row(case, median, provider="torch_sdpa_cudnn", recipe="", commit="b"):
+        fields = {"suite": "picture", "metric": "time", "provider": provider, "recipe": recipe, "commit": commit}
+        return speed(case, 1) | fields | {"median": str(median)}
+
+    rows = [row("A", 9, commit="a"), row("A", 4), row("A/rest", 1), row("A", 2, "sage_kernels", "preset_fast")]
+    rows += [row("A/rest", 0.5, "sage_kernels", "preset_fast"), row("A/first", 30), row("A/step", 0.1)]
+    figure = plots.draw_wholes(rows)
     (axes,) = figure.axes
-    assert sorted(widths(axes)) == [0.9, 1.1, 1.2]
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["A", "B"] and axes.get_title() == "GPU"
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["timestep", "per_block"]
-    assert axes.get_xlabel().startswith("speed, ours / cuDNN")
+    assert widths(axes) == [3, 1.5, 1, 0.5] and [x.get_text() for x in axes.texts] == ["4.00", "2.00"]
+    assert [x.get_text() for x in axes.get_yticklabels()] == ["torch_sdpa_cudnn", "preset_fast"]
+    assert len(figure.legends[0].get_texts()) == 2 and plots.draw_wholes([]) is None
 
 
 def test_lengths_are_lines_and_models_are_bars(plots):
@@ -77,21 +104,8 @@ def test_lengths_are_lines_and_models_are_bars(plots):
 def test_the_documentation_shows_figures_that_are_there():
     page = ROOT / "docs" / "results.md"
     shown = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", page.read_text(encoding="utf-8"))
-    assert {Path(path).stem for path in shown} == {"speed_by_length", "quality_budget", "video_strip"}
+    assert {Path(path).stem for path in shown} == {"speed_by_length", "wholes", "quality_budget", "video_strip"}
     assert all((page.parent / path).is_file() for path in shown)
-
-
-def test_speed_tells_recipes_apart(plots):
-    fp8 = [{**speed(case, ratio), "recipe": "qk_int8_pv_fp8"} for case, ratio in (("A", 2.0), ("A/per_block", 3.0))]
-    figure = plots.draw_speed([speed("A", 1.5), *fp8])
-    assert sorted(widths(figure.axes[0])) == [1.5, 2.0]
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["timestep", "timestep, qk_int8_pv_fp8"]
-
-
-def test_speed_has_a_panel_per_gpu(plots):
-    figure = plots.draw_speed([speed("A", 1.5), speed("A", 0.7, gpu="other GPU")])
-    assert [axes.get_title() for axes in figure.axes] == ["GPU", "other GPU"]
-    assert [widths(axes) for axes in figure.axes] == [[1.5], [0.7]]
 
 
 def test_pictures_have_error_bars(plots):
@@ -116,7 +130,7 @@ def test_a_panel_of_pictures_is_one_run(plots):
 
 
 def test_no_rows_make_no_figure(plots, tmp_path, monkeypatch, capsys):
-    assert plots.draw_speed([quality("a/b", 1, 1, 1)]) is None and plots.draw_pictures([speed("A", 1)]) is None
+    assert plots.draw_lengths([quality("a/b", 1, 1, 1)]) is None and plots.draw_pictures([speed("A", 1)]) is None
     append_row(tmp_path / "r.csv", suite="decode", case="A", provider="x", metric="time", unit="ms", median=1)
     monkeypatch.setattr(sys, "argv", ["plots.py", "--results", str(tmp_path / "r.csv"), "--out", str(tmp_path)])
     assert plots.main() == 1 and "no rows to draw" in capsys.readouterr().out
@@ -130,7 +144,7 @@ def test_the_projects_own_results_make_the_same_files_twice(plots, tmp_path):
     for name, suffix in (("one", "svg"), ("two", "svg"), ("three", "png")):
         (tmp_path / name).mkdir()
         files = plots.write(ROOT / "kernels" / "benchmarks" / "results.csv", tmp_path / name, suffix)
-        assert [file.stem for file in files] == ["speed_by_length", "speed_vs_cudnn", "psnr_per_scaling"]
+        assert [file.stem for file in files] == list(FIGURES)
         contents[name] = [file.read_bytes() for file in files]
     assert contents["one"] == contents["two"] and all(svg.startswith(b"<?xml") for svg in contents["one"])
     for file in files:
@@ -140,14 +154,15 @@ def test_the_projects_own_results_make_the_same_files_twice(plots, tmp_path):
 
 
 def test_committed_figures_are_there():
-    for name in ("speed_by_length", "speed_vs_cudnn", "psnr_per_scaling"):
+    for name in FIGURES:
         file = ROOT / "kernels" / "benchmarks" / "figures" / f"{name}.png"
         assert Image.open(file).width > 300 and file.stat().st_size < 100_000
 
 
 def test_styles_differ():
-    styles = [tuple(drawing.style_of(i).items()) for i in range(64)]
-    assert len(set(styles)) == 64
+    styles = [tuple(drawing.style_of(i).items()) for i in range(96)]
+    assert len(set(styles)) == 96
+    assert len({drawing.style_of(i)["color"] for i in range(12)}) == 12
 
 
 def test_bars_and_save_refuse(tmp_path):

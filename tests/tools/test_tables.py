@@ -11,7 +11,8 @@ from tests.support.repository import ROOT
 from tools.headline import FIGURES, figures_markdown
 from tools.kernel_tables import cold_start, linear_rivals, linears, mixed
 from tools.pages import PAGES, main, replace_sections, sections, update
-from tools.tables import LANGUAGE, launch_layers, peers, results_markdown
+from tools.peer_tables import peer_models, peers, whole_pictures
+from tools.tables import LANGUAGE, launch_layers, results_markdown
 
 
 QUALITY = {"suite": "quality", "provider": "sage_kernels", "recipe": "r", "batch": 32, "unit": "dB", "gpu": "cpu"}
@@ -52,55 +53,38 @@ def test_the_command_updates_the_pages(tmp_path, capsys):
         assert left.value.code == 2 and message in capsys.readouterr().err
 
 
-def test_every_figure_of_the_readme_has_its_rows():
-    lines = figures_markdown(read_rows(ROOT / "kernels" / "benchmarks" / "results.csv")).splitlines()
-    assert [line.split(" | ")[0].strip("| †") for line in lines[2:-2]] == [figure.what for figure in FIGURES]
-
-
-def test_a_figure_is_held_against_the_same_run(tmp_path):
+def test_a_figure_stands_beside_stock_of_its_own_run(tmp_path):
+    """Stock called the same way, and the fastest: of this run, this GPU, and PyTorch's own ways alone."""
     path = tmp_path / "results.csv"
-    timed = {"suite": "end_to_end", "case": "flux_2048", "gpu": "H200", "metric": "time", "unit": "ms"}
-    ours = {"provider": "sage_kernels", "recipe": DEFAULT_RECIPE}
+    figure = FIGURES[0]
+    timed = {"suite": figure.suite, "case": figure.case, "gpu": "H200", "metric": "time", "unit": "ms"}
+    ours = {"provider": "sage_kernels", "recipe": figure.recipe}
     assert figures_markdown(read_rows(path) if path.exists() else []) == "No rows yet."
     append_row(path, **timed, **ours, commit="a", median=700)
     assert figures_markdown(read_rows(path)) == "No rows yet."  # held against nothing
-    append_row(path, **timed, provider="torch_sdpa_cudnn", commit="b", median=900)
+    append_row(path, **timed, provider="torch_sdpa_flash", commit="a", median=300)  # of another run
+    for provider, median in ((figure.same_way, 900), ("torch_flex", 800), ("sageattention_9", 500)):
+        append_row(path, **timed, provider=provider, commit="b", median=median)
+    append_row(path, **timed | {"gpu": "H100"}, provider="torch_sdpa_flash", commit="b", median=1)
     append_row(path, **timed, **ours, commit="b", median=600)
-    append_row(path, **timed, provider="torch_sdpa_cudnn", commit="b", median=1200)  # of a run that follows
+    append_row(path, **timed, provider=figure.same_way, commit="b", median=1200)  # of a run that follows
     append_row(path, **timed | {"gpu": "cpu"}, **ours, commit="b", median=1)
-    assert "| 600 ms | cuDNN, 900 ms | 1.50× |" in figures_markdown(read_rows(path))
+    text, shown = figures_markdown(read_rows(path)), figure.number
+    assert f"{shown(900)}: 1.50× | FlexAttention, {shown(800)}: 1.33× |" in text
+    assert text.endswith("Measured on: H200.")
 
 
-def test_figures_are_of_one_gpu(tmp_path):
+def test_quality_says_of_how_many_pictures(tmp_path):
     path = tmp_path / "results.csv"
-    timed = {"suite": "end_to_end", "metric": "time", "unit": "ms", "commit": "a"}
-    for gpu, cases in (("H200", ("flux_2048", "flux_1024")), ("H100", ("flux_1024",))):
-        for case in cases:
-            append_row(path, **timed, gpu=gpu, case=case, provider="torch_sdpa_cudnn", median=900)
-            append_row(path, **timed, gpu=gpu, case=case, provider="sage_kernels", recipe=DEFAULT_RECIPE, median=600)
-    append_row(path, **timed, gpu="A100", case="flux_2048", provider="torch_sdpa_cudnn", median=900)
-    text = figures_markdown(read_rows(path))
-    assert text.endswith("Measured on: H200.") and text.count("600 ms") == 2
-    # but for what says that it is of the newest run
-    compiled = {"case": "flux_1024/compiled_graphs", "gpu": "H100"}
-    for gpu in ("H200", "H100"):
-        append_row(path, **timed | compiled | {"gpu": gpu}, provider="torch_sdpa_cudnn", median=900)
-        recipe = f"{DEFAULT_RECIPE}+linears_int8"
-        append_row(path, **timed | compiled | {"gpu": gpu}, provider="sage_kernels", recipe=recipe, median=450)
-    text = figures_markdown(read_rows(path))
-    assert text.endswith("Measured on: H200; † H100.") and text.count("600 ms") == 2
-    assert "layers† | 450 ms | cuDNN, 900 ms | 2.00×" in text and text.count("†") == 2
-    append_row(path, **timed, gpu="H200", case="flux_2048", provider="torch_sdpa_cudnn", median=901)
-    assert figures_markdown(read_rows(path)) == text  # of the figure's own rows, the H100's are still the newest
-
-
-def test_a_quality_figure_says_of_how_many_pictures(tmp_path):
-    path = tmp_path / "results.csv"
+    figure = FIGURES[0]
+    timed = {"suite": figure.suite, "case": figure.case, "gpu": "H200", "metric": "time", "unit": "ms", "median": 1}
+    for provider, recipe in ((figure.same_way, ""), ("sage_kernels", figure.recipe)):
+        append_row(path, **timed, provider=provider, recipe=recipe)
     quality = QUALITY | {"recipe": DEFAULT_RECIPE, "metric": "psnr_db_mean", "gpu": "H200", "case": "tiny_sd/timestep"}
     for pictures, value in ((256, 48.0), (256, 49.26), (32, 60.0)):
         append_row(path, **quality | {"batch": pictures}, median=value)
-    (line,) = (x for x in figures_markdown(read_rows(path)).splitlines() if "tiny_sd" in x)
-    assert "| 49.3 dB |" in line and "mean of 256 pictures" in line and "of our own" in line
+    said = figures_markdown(read_rows(path)).splitlines()[-1]
+    assert said.endswith("small pipelines of our own: `tiny_sd` 49.3 dB, mean of 256 pictures.")
 
 
 def test_peers_are_of_the_newest_run_with_others(tmp_path):
@@ -108,11 +92,29 @@ def test_peers_are_of_the_newest_run_with_others(tmp_path):
     timed = TIMED | {"case": "D128_N16384_full"}
     for commit, other, ours in (("a", 100, 200), ("b", 110, 210)):
         append_row(path, **timed | {"provider": "sageattention_9", "recipe": ""}, commit=commit, median=other)
-        append_row(path, **timed | {"recipe": DEFAULT_RECIPE}, commit=commit, median=ours)
+        append_row(path, **timed | {"recipe": DEFAULT_RECIPE}, commit=commit, median=ours, rel_l2_error="0.0123")
     append_row(path, **timed | {"recipe": DEFAULT_RECIPE}, commit="c", median=900)  # without others
     text = peers(read_rows(path))
-    assert "| D128_N16384_full | b | – | – | 210 | – | 110 |" in text and "900" not in text
-    assert text.startswith("| shape | commit | torch_sdpa_cudnn | torch_sdpa_flash |")
+    assert "| D128_N16384_full | b | 210 (1.2%) | 110 |" in text and "900" not in text
+    assert text.startswith(f"| shape | commit | {DEFAULT_RECIPE} | sageattention_9 |")
+    whole = timed | {"suite": "end_to_end", "case": "flux_1024", "metric": "time", "unit": "ms", "recipe": ""}
+    for provider, median in (("torch_sdpa_cudnn", 170), ("attention_removed", 120), ("flash_attn_3", 165)):
+        append_row(path, **whole | {"provider": provider}, commit="d", median=median)
+    text = peer_models(read_rows(path))
+    assert "| flux_1024 | d | 170 | 165 |" in text and "120" not in text
+
+
+def test_pictures_are_of_the_newest_run_of_each_model(tmp_path):
+    path = tmp_path / "results.csv"
+    row = {"suite": "picture", "gpu": "H200", "metric": "time", "unit": "s", "provider": "torch_sdpa_cudnn"}
+    for commit, whole in (("a", 9), ("b", 5)):
+        for part, median in (("", whole), ("/first", 20), ("/step", 0.1), ("/rest", 0.5)):
+            append_row(path, **row, case=f"flux_1024{part}", commit=commit, median=median)
+    append_row(path, **row | {"metric": "peak_memory"}, case="flux_1024", commit="b", median=33.33)
+    text = whole_pictures(read_rows(path))
+    assert (
+        "| flux_1024 | b | torch_sdpa_cudnn | 20.00 | 5.00 | 0.100 | 0.50 | 33.3 | – |" in text and "9.00" not in text
+    )
 
 
 def test_launch_layers_have_a_table_of_their_own(tmp_path):

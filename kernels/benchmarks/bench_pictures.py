@@ -1,0 +1,220 @@
+"""Time whole pictures and clips, from a prompt's ids to pixels, with rows of suites picture and clip.
+
+    python kernels/benchmarks/bench_pictures.py --case flux_1024 --case sdxl_1024 --whole
+    python kernels/benchmarks/bench_pictures.py --case wan21_1_3b_480p81
+    python kernels/benchmarks/bench_pictures.py --tiny --device cpu --no-save
+
+Random weights of the published shapes: text encoders, denoiser, scheduler, VAE. Ways, in turn: stock as it comes;
+stock on cuDNN; stock on cuDNN with its repeated blocks compiled, as diffusers advises; other packages' attention
+(--with); INT8 attention alone; the preset. With --whole each way draws a first and a later picture with all steps.
+Without it a picture is computed: a call of one step, with text encoders and VAE, plus the time of a step, from calls
+without a VAE that differ by three, for every other step. Its rows say so (case/computed).
+
+A way has no rows unless latents after two steps are those of stock, up to the error of 8 bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from bench_end_to_end import OURS, RESULTS, check_output, compiled_blocks
+from picture_cases import DRAWINGS, Painter
+from rival_attention import ATTENTION_RIVALS, bound, imported, rival_attention
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import sage_processors as sp
+from sage_kernels.results import append_row, check_appendable
+
+
+CUDNN = "torch_sdpa_cudnn"
+AS_IT_COMES = "torch_sdpa_default"
+COMPILED = "torch_compiled_cudnn"
+FEW, MORE = 1, 3  # steps of the calls that a computed picture is made from
+WARM_STEPS = {True: 6, False: 2}  # of ours and of others in its first call: kernels compile, ours captures graphs
+CHECKED_STEPS = 2  # steps after which latents are compared
+
+
+class Way(NamedTuple):
+    """One way to draw. inside(painter): the with-statement around all of its calls."""
+
+    provider: str
+    recipe: str
+    inside: Callable[[Painter], AbstractContextManager]
+
+
+class Drawn(NamedTuple):
+    """Seconds and memory of one way.
+
+    Attributes:
+        first, later: seconds of the first picture and of a later one. step: seconds of a denoising step, later ones.
+        peak: GiB; None on a CPU.
+    """
+
+    first: float | None
+    later: float
+    step: float
+    peak: float | None
+
+
+def ways(preset: str, rivals) -> Iterator[Way]:
+    """Yield every way to draw."""
+    yield Way(AS_IT_COMES, "", lambda painter: nullcontext())
+    yield Way(CUDNN, "", lambda painter: _cudnn_first())
+    yield Way(COMPILED, "", _compiled)
+    for rival in rivals:
+        yield Way(rival.provider, "", lambda painter, rival=rival: rival_attention(rival))
+    yield Way(OURS, "qk_int8_pv_bf16", lambda painter: sp.apply(painter.pipe, sp.SageAttnProcessor()))
+    yield Way(OURS, f"preset_{preset}", lambda painter: sp.apply(painter.pipe, sp.SageAttnProcessor(preset)))
+
+
+def _cudnn_first() -> AbstractContextManager:
+    """Prefer cuDNN. A VAE's heads of 512 channels and text encoders' masks may have no kernel there."""
+    order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    return sdpa_kernel(order, set_priority=True)
+
+
+@contextmanager
+def _compiled(painter: Painter):
+    with ExitStack() as stack:
+        stack.enter_context(_cudnn_first())
+        stack.enter_context(compiled_blocks(painter.denoiser))
+        yield
+
+
+def seconds(painter: Painter, steps: int, output_type: str = "pil") -> float:
+    """Return the wall time of a drawing, with the GPU's work in it."""
+    _wait(painter.device)
+    began = time.perf_counter()
+    painter.draw(steps, output_type)
+    _wait(painter.device)
+    return time.perf_counter() - began
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def measure(painter: Painter, way: Way, whole: bool) -> tuple[Drawn, torch.Tensor, dict]:
+    """Return the times of one way, its latents after two steps, and the reasons of attention calls in 16 bit."""
+    device, steps = painter.device, painter.drawing.steps
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    began = time.perf_counter()  # the swap counts as part of the first picture
+    with way.inside(painter) as handle:
+        if whole:
+            seconds(painter, steps)
+            first = time.perf_counter() - began
+            _reset_peak(device)
+            later = seconds(painter, steps)
+            step = (later - seconds(painter, FEW)) / (steps - FEW)
+        else:
+            seconds(painter, WARM_STEPS[way.provider == OURS], "latent")
+            _reset_peak(device)
+            first, few = None, seconds(painter, FEW)
+            step = (seconds(painter, FEW + MORE, "latent") - seconds(painter, FEW, "latent")) / MORE
+            later = few + (steps - FEW) * step
+        peak = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None
+        latents = painter.draw(CHECKED_STEPS, "latent").float().clone()
+        exact = handle.report().fallbacks if hasattr(handle, "report") else {}
+    return Drawn(first, later, step, peak), latents, dict(exact)
+
+
+def _reset_peak(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def run_case(name: str, options: argparse.Namespace, csv: Path | None) -> list[str]:
+    """Draw one case in every way and append its rows. Returns the failures."""
+    drawing = DRAWINGS[name].tiny() if options.tiny else DRAWINGS[name]
+    device, failures, stock, cudnn = torch.device(options.device), [], None, None
+    painter = Painter(drawing, device)
+    for way in ways(options.preset, imported(options.rivals or ())):
+        label = f"{drawing.name:24} {way.provider:22} {way.recipe:16}"
+        try:
+            drawn, latents, exact = measure(painter, way, options.whole)
+            stock = latents if stock is None else stock
+            l1, l2 = check_output(latents, stock)
+        except Exception as error:  # the other ways are measured all the same
+            failures.append(f"{label}: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
+            print(f"FAILED {failures[-1]}", flush=True)
+            continue
+        cudnn = drawn.later if way.provider == CUDNN else cudnn
+        ratio = cudnn / drawn.later if cudnn else None
+        print(
+            f"{label} first {drawn.first or float('nan'):7.2f} s  later {drawn.later:7.2f} s  step "
+            f"{drawn.step * 1000:7.1f} ms  {drawn.peak or 0:.1f} GiB  {ratio or float('nan'):.3f}x  L1 {l1:.4f}  "
+            f"16 bit {exact}",
+            flush=True,
+        )
+        if csv is not None:
+            save(csv, drawing, way, drawn, ratio, l1, l2, options.whole)
+    return failures
+
+
+def save(csv: Path, drawing, way: Way, drawn: Drawn, ratio, l1: float, l2: float, whole: bool) -> None:
+    """Append the rows of one way."""
+    sizes, quantizes = drawing.denoiser.attention(), way.provider == OURS or bound(way.provider) is not None
+    shared = {
+        "suite": drawing.suite, "provider": way.provider, "recipe": way.recipe, "batch": sizes["batch"],
+        "heads": sizes["heads"], "kv_heads": sizes["kv_heads"], "seq_q": sizes["seq_q"], "seq_k": sizes["seq_kv"],
+        "head_dim": sizes["head_dim"], "causal": sizes["causal"], "includes_quantization": quantizes,
+        "rel_l2_error": f"{l2:.5f}" if quantizes else "",
+    }  # fmt: skip
+    case = drawing.name if whole else f"{drawing.name}/computed"
+    ratio = "" if ratio is None else f"{ratio:.3f}"
+    append_row(csv, **shared, case=case, metric="time", unit="s", median=f"{drawn.later:.3f}", ratio_vs_cudnn=ratio)
+    if drawn.first is not None:
+        append_row(csv, **shared, case=f"{case}/first", metric="time", unit="s", median=f"{drawn.first:.3f}")
+    rest = max(drawn.later - drawing.steps * drawn.step, 0.0)  # text encoders, VAE, and the pipeline's own work
+    for part, value in (("step", drawn.step), ("rest", rest)):
+        append_row(csv, **shared, case=f"{case}/{part}", metric="time", unit="s", median=f"{value:.5f}")
+    if drawn.peak is not None:
+        append_row(csv, **shared, case=case, metric="peak_memory", unit="GiB", median=f"{drawn.peak:.3f}")
+    if quantizes:
+        append_row(csv, **shared, case=case, metric="rel_l1", unit="1", median=f"{l1:.5f}")
+
+
+def parse(arguments=None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", action="append", choices=sorted(DRAWINGS), help="may be repeated; all by default")
+    parser.add_argument("--whole", action="store_true", help="draw whole pictures instead of computing their time")
+    parser.add_argument("--preset", default="fast")
+    names = [name for name in ATTENTION_RIVALS if name != "torch_flex"]
+    parser.add_argument("--with", action="append", choices=names, dest="rivals", help="attention of other packages")
+    parser.add_argument("--tiny", action="store_true", help="tiny models of the same classes; needs --csv to save")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--csv", type=Path, help="where rows go; results.csv by default")
+    parser.add_argument("--no-save", action="store_true", help="print only")
+    return parser.parse_args(arguments)
+
+
+@torch.no_grad()
+def main(arguments=None) -> int:
+    """Run the command. Returns 1 if a way failed."""
+    options = parse(arguments)
+    csv = None if options.no_save else options.csv or (None if options.tiny else RESULTS)
+    if csv is not None:
+        check_appendable(csv)
+    failures = []
+    for name in options.case or DRAWINGS:
+        failures += run_case(name, options, csv)
+        gc.collect()
+        if options.device.startswith("cuda"):
+            torch.cuda.empty_cache()
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

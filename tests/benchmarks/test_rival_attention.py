@@ -1,0 +1,97 @@
+"""Other packages' attention is timed beside ours in the same run, and inputs move as from step to step."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+import types
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from sage_kernels.results import read_rows
+
+
+pytest.importorskip("diffusers")
+TINY = ["--tiny", "--device", "cpu", "--case", "flux_1024", "--rival", "sageattention_2", "--csv"]
+
+
+@pytest.fixture(scope="module")
+def bench(on_the_path):
+    import bench_end_to_end
+
+    return bench_end_to_end
+
+
+@pytest.fixture
+def rivals(bench):
+    import rival_attention
+
+    return rival_attention
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    """A package of SageAttention 2's name and signature, with a rounding of its own."""
+    package, calls = types.ModuleType("sageattention"), []
+
+    def attend(q, k, v, tensor_layout="HND", is_causal=False, sm_scale=None):
+        assert tensor_layout == "HND"
+        calls.append(q.shape)
+        return scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=sm_scale) * 1.02
+
+    package.sageattn_qk_int8_pv_fp8_cuda_sm90 = attend
+    version = importlib.metadata.version
+    monkeypatch.setitem(sys.modules, "sageattention", package)
+    monkeypatch.setattr(importlib.metadata, "version", lambda x: "2.2.0" if x == "sageattention" else version(x))
+    return calls
+
+
+def test_a_rival_runs_in_place_of_the_models_attention(bench, stand_in, tmp_path):
+    assert bench.main([*TINY, str(tmp_path / "rows.csv")]) == 0
+    rows = {(r["provider"], r["metric"]): r for r in read_rows(tmp_path / "rows.csv")}
+    time, error = (rows["sageattention_2.2.0", metric] for metric in ("time", "rel_l1"))
+    assert time["includes_quantization"] == "True" and float(time["ratio_vs_cudnn"]) > 0 and stand_in
+    assert 1e-5 < float(error["median"]) < 0.02
+    assert torch.nn.functional.scaled_dot_product_attention is scaled_dot_product_attention
+
+
+def test_masks_shared_heads_and_wide_heads_stay_with_pytorch(rivals, stand_in):
+    (rival,) = rivals.imported(["sageattention_2", "sageattention_1", "flash_attn_3"])
+    q, k, mask = torch.randn(1, 4, 8, 16), torch.randn(1, 2, 8, 16), torch.ones(8, 8, dtype=torch.bool).tril()
+    wide = torch.randn(1, 1, 8, 512)  # of a VAE
+    with rivals.rival_attention(rival):
+        found = torch.nn.functional.scaled_dot_product_attention(wide, wide, wide)
+        assert torch.equal(found, scaled_dot_product_attention(wide, wide, wide))
+        for options in ({"attn_mask": mask}, {"enable_gqa": True}):
+            key = k if "enable_gqa" in options else q
+            found = torch.nn.functional.scaled_dot_product_attention(q, key, key, **options)
+            assert torch.equal(found, scaled_dot_product_attention(q, key, key, **options))
+    assert not stand_in
+
+
+def test_bounds_tell_8_bit_attention(rivals):
+    bounds = [rivals.bound(x) for x in ("sageattention_2.2.0", "torchao_fp8_attention", "flash_attn_3", "torch_flex")]
+    assert bounds == [0.1, 0.3, None, None]
+
+
+def test_inputs_that_drift_are_of_one_layer(bench, monkeypatch):
+    """The steps after the first differ from it by a little, and the means of K's channels move too."""
+    import bench as attention
+    from cases import Case
+
+    monkeypatch.setattr(
+        attention, "make_inputs", lambda case, dtype: tuple(torch.randn(1, 64, 2, 16, dtype=dtype) for _ in "qkv")
+    )
+    randn = torch.randn
+    monkeypatch.setattr(torch, "randn", lambda *sizes, device=None, **options: randn(*sizes, **options))
+    torch.manual_seed(0)
+    first, *others = attention.drifting_sets(Case("small", 1, 64, 64, 2, 2, 16), torch.float32)
+    assert len(others) >= 2
+    for later in others:
+        for x, y in zip(first, later, strict=True):
+            assert 0.05 < (x - y).norm() / x.norm() < 0.35
+        moved = (later[1].mean(1) - first[1].mean(1)).abs().amax()
+        assert 0.1 < moved < 2
+    assert all(x[1].mean(1).abs().amax() > 2 for x in (first, *others))

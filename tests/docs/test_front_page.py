@@ -1,0 +1,78 @@
+"""README's figures, read as a visitor reads them, against results.csv: each beside two kinds of stock, each named."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from sage_kernels.results import read_rows
+from tests.support.repository import ROOT
+from tools.headline import FIGURES, STOCK
+
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+ROWS = read_rows(ROOT / "kernels" / "benchmarks" / "results.csv")
+NUMBER = re.compile(r"([\d,]+(?:\.\d+)?) (\w+)")
+SAID = re.compile(r"(.+), ([\d,]+(?:\.\d+)? \w+): (\d+\.\d\d)×")
+
+
+def table(text: str) -> tuple[list[str], list[list[str]]]:
+    """Header and lines of the table of figures."""
+    section = text.partition("<!-- figures:begin -->")[2].partition("<!-- figures:end -->")[0]
+    lines = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in section.splitlines() if "|" in line]
+    return lines[0], lines[2:]
+
+
+def value(said: str) -> float:
+    return float(NUMBER.search(said)[1].replace(",", ""))
+
+
+def problems(text: str, rows: list[dict[str, str]]) -> list[str]:
+    """Return what is wrong with the table of figures."""
+    header, lines = table(text)
+    if [name for name in ("stock, called the same way", "fastest stock of the same run") if name not in header]:
+        return ["a column of stock is missing"]
+    found, words = [], {word: provider for provider, word in STOCK.items()}
+    for (what, own, *cells), figure in zip(lines, FIGURES, strict=True):
+        mine = [r for r in rows if (r["suite"], r["case"], r["metric"]) == (figure.suite, figure.case, figure.metric)]
+        ours = [r for r in mine if r["provider"] == "sage_kernels" and r["recipe"] == figure.recipe][-1]
+        at = mine.index(ours)
+        run = [r for r in mine[:at] if (r["commit"], r["gpu"]) == (ours["commit"], ours["gpu"])]
+        stock = {r["provider"]: float(r["median"]) for r in run if r["provider"].startswith("torch_")}
+        more = figure.metric == "throughput"
+        best = (max if more else min)(stock.values())
+        if what != figure.what or figure.number(float(ours["median"])) != own:
+            found.append(f"{what}: {own} is not the newest row")
+        for cell, wanted in zip(cells, (stock.get(figure.same_way), best), strict=True):
+            name, number, ratio = SAID.fullmatch(cell).groups()
+            if number != figure.number(wanted) or stock[words[name]] != wanted:
+                found.append(f"{what}: {cell}, expected {figure.number(wanted)}")
+            exact = float(ours["median"]) / wanted if more else wanted / float(ours["median"])
+            if abs(float(ratio) - exact) > 0.0051:
+                found.append(f"{what}: {ratio}, expected {exact:.3f}")
+    return found
+
+
+def test_every_figure_stands_beside_the_fastest_stock_of_its_run():
+    assert not problems(README, ROWS)
+
+
+@pytest.mark.parametrize("fault", ["no column", "a faster stock", "another ratio", "an older number"])
+def test_the_check_notices(fault):
+    text, rows = README, ROWS
+    _, lines = table(README)
+    if fault == "no column":
+        text = README.replace("fastest stock of the same run", "stock")
+    elif fault == "a faster stock":
+        first = FIGURES[0]
+        places = [i for i, r in enumerate(ROWS) if (r["suite"], r["case"], r["metric"]) == first[1:4]]
+        ours = [i for i in places if ROWS[i]["provider"] == "sage_kernels" and ROWS[i]["recipe"] == first.recipe][-1]
+        faster = ROWS[ours] | {"provider": "torch_flex", "recipe": "", "median": "1"}
+        rows = [*ROWS[:ours], faster, *ROWS[ours:]]
+    elif fault == "another ratio":
+        ratio = SAID.fullmatch(lines[0][3])[3]
+        text = README.replace(f"{ratio}× |", "9.99× |", 1)
+    else:
+        text = README.replace(f"| {lines[1][1]} |", "| 1 ms |", 1)
+    assert problems(text, rows), fault

@@ -1,0 +1,78 @@
+"""Tables of ours beside other packages' attention, and of whole pictures and clips."""
+
+from __future__ import annotations
+
+from sage_kernels.facts.recipe import DEFAULT_RECIPE, FP8_RECIPE
+from sage_kernels.results import DRIFT
+
+from .tables import markdown_table
+
+
+_PEER_SQUARES = [f"D128_N{n}_{kind}" for n in (4096, 16384, 32768) for kind in ("full", "causal")]
+PEER_CASES = (*(f"{case}/{DRIFT}" for case in (*_PEER_SQUARES, "D64_N16384_full")), "D128_N16384_full", "cogvideox_49")
+OTHERS = ("sageattention", "flash_attn", "torch_flex", "torchao_fp8_attention")  # other packages' attention
+
+
+def peers(rows: list[dict[str, str]]) -> str:
+    """Return a table of attention of other packages and of ours, newest runs: TFLOPS and error, by shape."""
+    rows = [row for row in rows if (row["suite"], row["metric"]) == ("attention_fwd", "throughput")]
+    return _of_runs(rows, PEER_CASES, "shape", "`make bench` with other packages installed")
+
+
+def peer_models(rows: list[dict[str, str]]) -> str:
+    """Return the same table of forwards of whole models, in ms."""
+    rows = [row for row in rows if (row["suite"], row["metric"]) == ("end_to_end", "time")]
+    cases = tuple(dict.fromkeys(row["case"] for row in rows if row["provider"].startswith(OTHERS)))
+    return _of_runs(rows, cases, "model", "`bench_end_to_end.py` with `--rival` and an attention")
+
+
+def _of_runs(rows: list[dict[str, str]], cases: tuple[str, ...], what: str, without: str) -> str:
+    lines, columns = [], [("torch_sdpa_cudnn", ""), ("sage_kernels", DEFAULT_RECIPE), ("sage_kernels", FP8_RECIPE)]
+    for case in cases:
+        timed = [row for row in rows if row["case"] == case]
+        runs = [row["commit"] for row in timed if row["provider"].startswith(OTHERS)]
+        if not runs:
+            continue
+        run = {(row["provider"], row["recipe"]): row for row in timed if row["commit"] == runs[-1]}
+        columns += [key for key in run if key not in columns and key[0].startswith(OTHERS)]
+        lines.append((case, runs[-1], run))
+    if not lines:
+        return f"No rows yet: {without}."
+
+    def cell(row: dict[str, str] | None) -> str:
+        if row is None:
+            return "–"
+        return row["median"] + (f" ({float(row['rel_l2_error']):.1%})" if row["rel_l2_error"] else "")
+
+    columns = [key for key in columns if any(key in run for *_, run in lines)]
+    body = [[case, commit, *(cell(run.get(key)) for key in columns)] for case, commit, run in lines]
+    return markdown_table([what, "commit", *(recipe or provider for provider, recipe in columns)], body)
+
+
+def whole_pictures(rows: list[dict[str, str]]) -> str:
+    """Return a table of whole pictures and clips in seconds: the newest run of each model, a line for each way."""
+    rows = [row for row in rows if row["suite"] in ("picture", "clip")]
+    newest = {row["case"]: row["commit"] for row in rows if row["metric"] == "time" and _is_whole(row["case"])}
+    lines = []
+    for case, commit in newest.items():
+        run = {(r["provider"], r["recipe"], r["case"], r["metric"]): r for r in rows if r["commit"] == commit}
+        for provider, recipe, place, metric in run:
+            if (place, metric) != (case, "time"):
+                continue
+
+            def cell(
+                part: str, metric: str = "time", digits: int = 2, way=(provider, recipe), case=case, run=run
+            ) -> str:
+                row = run.get((*way, f"{case}{part}", metric))
+                return "–" if row is None else f"{float(row['median']):.{digits}f}"
+
+            numbers = [cell("/first"), cell(""), cell("/step", digits=3), cell("/rest")]
+            lines.append(
+                [case, commit, recipe or provider, *numbers, cell("", "peak_memory", 1), cell("", "rel_l1", 4)]
+            )
+    header = ["model", "commit", "way", "first, s", "later, s", "a step, s", "all but steps, s", "GiB", "relative L1"]
+    return markdown_table(header, lines) if lines else "No rows yet: `kernels/benchmarks/bench_pictures.py` on a GPU."
+
+
+def _is_whole(case: str) -> bool:
+    return not case.endswith(("/first", "/step", "/rest"))
