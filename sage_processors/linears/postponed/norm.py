@@ -11,7 +11,6 @@ from sage_kernels import QuantizedRows, quantize_activation
 
 from ...postponed.patterns import FLOATS, is_by_token
 from ...postponed.tensor import ChangedInputError, Contiguous, Operand, can_wait, ordinary_in
-from ..balance import Balance
 from ..weights.few_rows import in_16_bit_rows
 from .activations import RowsOf
 
@@ -103,11 +102,11 @@ class PostponedNorm(Contiguous):
             **self._call.vectors,
         )  # fmt: skip
 
-    def rows_in_16_bit(self, dtype: torch.dtype, balance: Balance | None) -> torch.Tensor:
+    def rows_in_16_bit(self, dtype: torch.dtype, balance: Any) -> torch.Tensor:
         """Return this activation [..., K] times its balance, for layers that read only their weight in 8 bit.
 
         An RMSNorm is one kernel then, which rounds once; the module's own forward has some eight. Computed once, and
-        nobody else has it; other norms hand out their own result.
+        nobody else has it; other norms hand out their own result. balance: a Balance, or None.
         """
         call, vectors = self._call, self._call.vectors
         weight, vector = vectors["weight"], None if balance is None else balance.on(self._device)
