@@ -31,12 +31,21 @@ class Balance:
     """Balance of one activation, shared by all layers that read it.
 
     Attributes:
-        vector: fp32 [K], powers of two up to 1. `quantize_activation` multiplies by it, `quantize_weight` divides.
+        vector: fp32 [K], powers of two. `quantize_activation` multiplies by it, `quantize_weight` divides.
     """
 
     def __init__(self, vector: torch.Tensor):
         self.vector = vector
+        self._casts: dict[torch.dtype, tuple[torch.Tensor, int, torch.Tensor]] = {}
         mark_static_address(vector, guard=False)
+
+    def in_dtype(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the vector in a 16-bit type, exact in powers of two. Made once: CUDA graphs read it."""
+        known = self._casts.get(dtype)
+        if known is None or known[0] is not self.vector or known[1] != self.vector._version:
+            with torch.inference_mode(False), torch.no_grad():
+                self._casts[dtype] = known = self.vector, self.vector._version, self.vector.to(dtype)
+        return known[2]
 
     def on(self, device: torch.device) -> torch.Tensor:
         """Return the vector on the device of a call, and keep it there."""
@@ -216,6 +225,18 @@ def _give(modules: list[Any], sizes: list[Any]) -> None:
     balance = Balance(torch.exp2(exponents).to(device)) if exponents.any() else None
     for module in modules:
         module._sage.balance, module._sage.is_balanced = balance, True
+
+
+def share_measured(layers: list[tuple[Any, Any]], vectors: dict[str, torch.Tensor]) -> None:
+    """Give undecided layers (module, state) the balances that a run of the model showed, by label.
+
+    Layers with the same tensor share a balance.
+    """
+    made: dict[int, Balance] = {}
+    for _, state in layers:
+        vector = None if state.is_balanced or state.is_weight_only else vectors.get(state.label)
+        if vector is not None:
+            state.balance, state.is_balanced = made.setdefault(id(vector), Balance(vector)), True
 
 
 def share_known(modules: list[Any], vectors: list[torch.Tensor | None]) -> None:

@@ -21,7 +21,7 @@ from .postponed.activations import quantized
 from .postponed.columns import PostponedColumns
 from .postponed.linear import PostponedLinear, product
 from .postponed.norm import PostponedNorm
-from .weights.few_rows import in_16_bit_rows, is_few, pays_eagerly
+from .weights.few_rows import in_16_bit_rows, is_few, pays_eagerly, stays_in_16_bit
 from .weights.linear_state import AT_REST, CALLED, DTYPES, EVENTS, FEW_ROWS, SHORT, LinearState, is_timed
 from .weights.storage import CODES, SCALE, as_saved, in_place, is_captured
 
@@ -68,6 +68,8 @@ def _reason_against(module, state: LinearState, x, weight) -> str | None:
         return "rank"
     if x.numel() == 0:
         return "empty"
+    if stays_in_16_bit(state, x):
+        return "gated"
     if torch.is_grad_enabled():
         bias = module._parameters.get("bias")
         if x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad):
@@ -165,7 +167,8 @@ def _multiplied(module, state: LinearState, x, is_postponed: bool):
     state.events.add(FEW_ROWS if few and not state.is_weight_only else _CALLED)
     rows: QuantizedRows | torch.Tensor
     if few:
-        rows = in_16_bit_rows(x.rows_in_16_bit() if type(x) is PostponedNorm else ordinary_in(x), dtype, balance)
+        is_norm = type(x) is PostponedNorm
+        rows = x.rows_in_16_bit(dtype, state.balance) if is_norm else in_16_bit_rows(ordinary_in(x), dtype, balance)
     else:
         rows = x.rows(state.format, balance) if is_postponed else quantized(x, state.format, balance, region)
     if not few and state.probe is not None and state.probe.shared.on:

@@ -17,7 +17,7 @@ from ..patching.on_import import when_imported
 from ..patching.patched import Owner, is_left
 from ..postponed.block import block_class, enclose, is_enclosed
 from ..torch_modes import AsUnderNoGrad
-from .balance import find_neighbours, share_known
+from .balance import find_neighbours, share_known, share_measured
 from .compiled.graph_fusion import fuse_in_compiled_code
 from .head_rotation import HeadRotations
 from .leftovers import give_back_block, give_back_layer, give_back_norm, take_out_leftovers
@@ -43,6 +43,7 @@ class LinearSwap:
 
     Args:
         drop_weights: the caller calls `drop` next. It makes the weights one by one and frees 16-bit ones in between.
+        gated: as in `quantize_linears`. measured: {name of a layer: its balance [K]}.
         ready: {name of a layer: (8-bit weight, balance [K] or None)}, if 8-bit weights are there already. It is empty
             afterwards. The 16-bit weights need not be there and are dropped.
     """
@@ -57,10 +58,13 @@ class LinearSwap:
         on_unsupported: str = "fallback",
         name: str = "",
         drop_weights: bool = False,
+        gated: str = "8bit",
+        measured: dict[str, Any] | None = None,
         ready: dict[str, Any] | None = None,
     ) -> None:
         self.model, self.name, self.drop_weights, self._drops_next = model, name, False, drop_weights
-        self._options = dict[str, Any](linears=linears, layers=layers, min_features=min_features)
+        self._options = dict[str, Any](linears=linears, layers=layers, min_features=min_features, gated=gated)
+        self._measured = measured or {}
         self._owner = Owner(self)
         self._on_unsupported = on_unsupported
         self._shared = Shared(LEAST_WORK if min_features is None else 0, model, self._owner)
@@ -165,6 +169,7 @@ class LinearSwap:
         join_neighbours(self.model, self._states)
         for _, state in self._states.values():
             state.find_short()
+        share_measured(list(self._states.values()), self._measured)
         find_neighbours(self.model, [module for module, _ in self._states.values()])
         self._postpone_norms()
         self._enclose_blocks()
@@ -173,7 +178,7 @@ class LinearSwap:
     def _enter(self, choice: Choice) -> None:
         module = choice.module
         state = LinearState(choice.name, choice.format, self._on_unsupported, self._shared)
-        state.storage = Storage([module])
+        state.storage, state.is_gated = Storage([module]), choice.is_gated
         object.__setattr__(module, "_sage", state)
         derive_class(module, linear_class)
         self._states[id(module)] = (module, state)
@@ -341,7 +346,7 @@ class LinearSwap:
         """
         asked = {"linears": linears.format, "layers": layers, "min_features": linears.min_features}
         if self.loaded is None:
-            return (linears.format == "none" and not layers) or asked == self._options
+            return (linears.format == "none" and not layers) or asked == {x: self._options[x] for x in asked}
         format, least = self.loaded
         if linears.format not in ("none", format) or linears.min_features not in (None, least):
             return False

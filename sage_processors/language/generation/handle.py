@@ -20,10 +20,15 @@ from ..names import IMPLEMENTATIONS, Implementation, name_of, standard
 from ..report import AttentionReport
 from . import default_cache  # noqa: F401 (generate makes INT8 caches once it is imported)
 from .decode_graphs import DecodeGraphs, start_graphs, stop_graphs
+from .random_run import random_run
 
 
 logger = logging.getLogger("sage_processors")
 
+UNMEASURED = (
+    "Linear layers are balanced by their weights alone, which costs some percent of perplexity, as the model can't be "
+    "run on random tokens here. Apply it on the device that it will run on."
+)
 # option → what is meant instead, for options that mean nothing for a language model
 _MEANINGLESS = {
     "scaling": "leave it out: a prompt has no denoising steps, and each token has a scale of its own",
@@ -52,20 +57,17 @@ class LanguageHandle:
         self.linears: LinearSwap | None = None
         self.graphs: DecodeGraphs | None = None
         self._last_report: AttentionReport | None = None
+        self._notes: list[str] = []
         self._before = [(x, x._attn_implementation) for x in configs_of(model)]
         try:
-            name = implementation_of(config)
-            model.set_attn_implementation(name)
             rules: Any = dict(config.rules("linears"))
             strictness: Any = config.on_unsupported
             kept = swap_of(model)
             if kept is not None and kept.dropped and kept.serves(config.linears, config.rules("linears")):
                 self.linears = kept  # 8-bit layers whose 16-bit weights an earlier handle has dropped
             elif config.linears.format != "none" or rules:
-                self.linears = quantize_linears(
-                    model, config.linears.format, layers=rules, min_features=config.linears.min_features,
-                    on_unsupported=strictness, drop_weights=config.linears.drop_weights,
-                )  # fmt: skip
+                self.linears = self._quantized(rules, strictness)
+            model.set_attn_implementation(implementation_of(config))
             stop_graphs(model)
             self.graphs = start_graphs(model) if config.graphs == "auto" else None
             if self.graphs is not None:
@@ -76,6 +78,23 @@ class LanguageHandle:
             self._put_back()
             raise
 
+    def _quantized(self, rules: Any, strictness: Any) -> LinearSwap:
+        """Put linear layers into 8 bit, balanced by a run on random tokens, which comes before INT8 attention."""
+        own = self.config.linears
+        options: dict[str, Any] = {"layers": rules, "min_features": own.min_features, "on_unsupported": strictness}
+        options |= {"drop_weights": own.drop_weights, "gated": "16bit"}
+        try:
+            run = random_run(self.model)
+            found = None if run is None else quantize_linears(self.model, own.format, calibration=run, **options)
+        except Exception as error:  # of a model that wants other inputs, or of too little memory
+            logger.info("linears: no run on random tokens: %s", error)
+            found = None
+        if found is None:
+            self._notes.append(UNMEASURED)
+            logger.warning("linears: %s", UNMEASURED)
+            found = quantize_linears(self.model, own.format, **options)
+        return found
+
     def report(self) -> AttentionReport:
         """Report what ran: attention, linear layers and graphs. Waits for the device.
 
@@ -84,7 +103,7 @@ class LanguageHandle:
         if self._last_report is not None:
             return self._last_report
         found = attention_report(self.model)
-        lines = [heading(self.config)]
+        lines = [heading(self.config), *self._notes]
         if self.graphs is not None:
             eager = ", ".join(f"{reason} {number}" for reason, number in sorted(self.graphs.eager.items()))
             lines.append(

@@ -11,6 +11,7 @@ from sage_kernels import QuantizedRows, quantize_activation
 
 from ...postponed.patterns import FLOATS, is_by_token
 from ...postponed.tensor import ChangedInputError, Contiguous, Operand, can_wait, ordinary_in
+from ..weights.few_rows import in_16_bit_rows
 from .activations import RowsOf
 
 
@@ -101,23 +102,28 @@ class PostponedNorm(Contiguous):
             **self._call.vectors,
         )  # fmt: skip
 
-    def rows_in_16_bit(self) -> torch.Tensor:
-        """Return this activation [..., K] to layers that read their weight in 8 bit but not their input.
+    def rows_in_16_bit(self, dtype: torch.dtype, balance: Any) -> torch.Tensor:
+        """Return this activation [..., K] times its balance, for layers that read only their weight in 8 bit.
 
         An RMSNorm is one kernel then, which rounds once; the module's own forward has some eight. Computed once, and
-        nobody else has it; other norms hand out their own result.
+        nobody else has it; other norms hand out their own result. balance: a Balance, or None.
         """
         call, vectors = self._call, self._call.vectors
-        weight = vectors["weight"]
+        weight, vector = vectors["weight"], None if balance is None else balance.on(self._device)
         plain = self._gain is None and self._shift is None and vectors["bias"] is None and self._dtype == call.x.dtype
         if call.state.kind != "rms" or not plain or (weight is not None and weight.dtype != call.x.dtype):
-            return self.tensor_for_16_bit()
-        return self._made_once(
-            "16bit",
-            None,
-            lambda: self.value().clone(),
-            lambda: F.rms_norm(call.x, call.x.shape[-1:], weight, vectors["eps"]),
-        )
+            return in_16_bit_rows(self.tensor_for_16_bit(), dtype, vector)
+
+        def of_input() -> torch.Tensor:
+            gain = weight
+            if balance is not None:  # powers of two: the product rounds nothing
+                gain = balance.in_dtype(call.x.dtype) * (1 if weight is None else weight)
+            return F.rms_norm(call.x, call.x.shape[-1:], gain, vectors["eps"])
+
+        def of_value() -> torch.Tensor:
+            return in_16_bit_rows(self.value().clone(), self._dtype, vector)
+
+        return in_16_bit_rows(self._made_once("16bit", vector, of_value, of_input), dtype, None)
 
     def _made_once(self, form: str, balance: torch.Tensor | None, of_value: Any, of_input: Any) -> Any:
         """Return rows in a form: kept ones, or made of the norm's input, or of its value if that is stale."""

@@ -28,6 +28,16 @@ def is_few(state: LinearState, x: torch.Tensor, dtype: torch.dtype) -> bool:
     return depth > 0 and are_few(x.device, state.format, x.numel() // depth, _columns(state), depth)
 
 
+def stays_in_16_bit(state: LinearState, x: torch.Tensor) -> bool:
+    """Return True for a call of many rows to a layer behind a gated activation that has its 16-bit weight.
+
+    While a probe compares the layer, its calls run in 8 bit.
+    """
+    if not state.is_gated or state.dropped or (state.probe is not None and state.probe.shared.on):
+        return False
+    return not is_few(state, x, x.dtype)
+
+
 def pays_eagerly(state: LinearState, x: torch.Tensor) -> bool:
     """Return True if an eager call of few rows saves more time on the GPU than it takes on the host."""
     return _columns(state) * x.shape[-1] >= LEAST_EAGER and is_few(state, x, x.dtype)

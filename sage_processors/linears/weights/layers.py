@@ -32,12 +32,13 @@ class Choice:
         name: of the layer, in the report. module: the layer.
         format: "int8", "fp8", WEIGHT_ONLY, or "none" for 16 bit.
         why: the reason for 16 bit, as a status in the report; "" without one.
+        is_gated: calls of many rows run in 16 bit, too.
     """
 
-    __slots__ = ("name", "module", "format", "why")
+    __slots__ = ("name", "module", "format", "why", "is_gated")
 
-    def __init__(self, name, module, format, why):
-        self.name, self.module, self.format, self.why = name, module, format, why
+    def __init__(self, name, module, format, why, is_gated=False):
+        self.name, self.module, self.format, self.why, self.is_gated = name, module, format, why, is_gated
 
 
 def linear_layers(model: nn.Module):
@@ -80,7 +81,9 @@ def _forward_of(cls: Any):
     return getattr(cls, "_sage_base", cls).forward
 
 
-def choose(model: nn.Module, *, label, linears: str, layers=(), min_features=None, drop_weights=False) -> list[Choice]:
+def choose(
+    model: nn.Module, *, label, linears: str, layers=(), min_features=None, drop_weights=False, gated="8bit"
+) -> list[Choice]:
     """Choose a format for every linear layer of a model.
 
     Args:
@@ -108,7 +111,8 @@ def choose(model: nn.Module, *, label, linears: str, layers=(), min_features=Non
             format = "none" if why else linears
             if why and drop_weights and _may_be_weight_only(name, module, model, owners, least):
                 format, why = WEIGHT_ONLY, ""
-        found.append(Choice(own, module, format, why))
+        keeps = gated == "16bit" and named is None and format != "none" and follows_gate(name, owners)
+        found.append(Choice(own, module, format, why, keeps))
     return found
 
 
@@ -127,6 +131,21 @@ def repeated_blocks(model) -> list[str]:
                 if sum(1 for _ in linear_layers(child)) >= 2:
                     blocks.append(f"{name}.{key}." if name else f"{key}.")
     return blocks or [""]
+
+
+def follows_gate(name: str, owners: dict) -> bool:
+    """Return True for the second layer of a gated feed-forward, such as SwiGLU's, by the layers beside it.
+
+    Value and gate are two layers of the opposite shape, or one of twice as many features. Three of that shape are the
+    projections of attention.
+    """
+    above, _, _ = name.rpartition(".")
+    own, owner = owners[name], owners.get(above)
+    if owner is None or not above:
+        return False
+    shapes = [(x.in_features, x.out_features) for x in owner.children() if isinstance(x, nn.Linear) and x is not own]
+    whole, double = (own.out_features, own.in_features), (own.out_features, 2 * own.in_features)
+    return not _is_called(name, owners, (), ("Attention",)) and (shapes == [whole] * 2 or shapes == [double])
 
 
 def _protection(name: str, owners: dict, inside: list[str]) -> str:

@@ -44,11 +44,12 @@ EVENTS = (
     "weight",
     "memory",
     "short",
+    "gated",
     "patched",
     "other",
 )
 SHORT, FEW_ROWS = EVENTS.index("short"), EVENTS.index("few rows")
-CHOSEN = ("empty", "short")  # reasons that cost no speed: neither logged nor an error
+CHOSEN = ("empty", "short", "gated")  # reasons that are on purpose: neither logged nor an error
 # Calls on a GPU with fewer multiply-adds run in 16 bit: 8 bit would save less time on the GPU than it takes on the
 # host (SDXL: kernels/NOTES.md). Calls that a CUDA graph captures take no time on the host and are not short.
 LEAST_WORK = 2**35
@@ -60,6 +61,7 @@ REMEDIES = {
     "weight": "its weight holds NaN or inf",
     "memory": 'the GPU has no room for its 8-bit weight beside the 16-bit one: preset "small" drops the latter',
     "patched": "torch.nn.Linear.forward or F.linear was replaced: it runs in 8 bit with torch's own again",
+    "gated": "behind a gated activation 8 bit is not exact enough for prompts; a rule in layers runs it in 8 bit",
     "short": "too little work for 8 bit to pay: Linears(min_features=1024) runs it in 8 bit all the same",
 }
 _fallbacks = Fallbacks(EVENTS, "linear layer %s runs in 16 bit (reason: %s%s)", REMEDIES)
@@ -151,6 +153,7 @@ class LinearState:
         touched: the 16-bit weight was handed out since it was last compared, or gradients were enabled. Then it may
             have changed without a counted write: through `.data`, or by a fused optimizer. bias_touched: of the bias.
         dropped: the 16-bit weight is gone.
+        is_gated: calls of many rows run in 16 bit while there is a 16-bit weight.
         failed: its weight can't be quantised. failure: the reason, "weight" or "memory".
         short_below: calls with fewer numbers in their input are short; 0 if no call is.
         is_short_compiled: a compiled call was short.
@@ -169,8 +172,7 @@ class LinearState:
         self.neighbours: Any = None
         self.probe: Any = None
         self.short_below, self.is_short_compiled = 0, False
-        self.is_resting = False
-        self.is_balanced = False
+        self.is_resting = self.is_gated = self.is_balanced = False
         self.version = 0
         self.touched = self.bias_touched = self.dropped = self.failed = False
         self.failure = "weight"

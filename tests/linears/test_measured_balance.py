@@ -1,0 +1,160 @@
+"""Norms' outputs balanced by a run, and layers behind gated activations that keep prompts in 16 bit."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+
+pytest.importorskip("transformers")
+
+import sage_processors as sp
+from sage_kernels.facts import few_rows
+from sage_processors.linears.measured_balance import measured_balances
+from sage_processors.linears.weights.layers import follows_gate, linear_layers
+from sage_processors.linears.weights.linear_state import linear_state
+from tests.linears.counting import relative_error
+from tests.support.tiny_language_models import MODELS
+
+
+LINEARS = sp.Linears("int8", min_features=1)
+CONFIG = sp.SageAttnProcessor(linears=LINEARS, recipe="16bit")
+
+
+def logits(model, inputs):
+    with torch.no_grad():
+        return model(**inputs, use_cache=False).logits
+
+
+def states(model):
+    return {name: module._sage for name, module in model.named_modules() if linear_state(module) is not None}
+
+
+@pytest.fixture
+def hard():
+    """A llama with channels of its norms' outputs 64 times larger, too many for their small columns to be outliers."""
+    model, inputs = MODELS["llama"]()
+    for layer in model.model.layers:
+        for norm, first, part in (
+            (layer.input_layernorm, 3, layer.self_attn), (layer.post_attention_layernorm, 1, layer.mlp)
+        ):  # fmt: skip
+            norm.weight.data[first::5] *= 64
+            for name, module in part.named_children():
+                if name in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"):
+                    module.weight.data[:, first::5] /= 64
+    return model, inputs
+
+
+def test_channels_that_only_a_run_shows_cost_a_third_of_the_error(hard):
+    model, inputs = hard
+    want, far = logits(model, inputs), {}
+    for name, calibration in (("weights", None), ("run", lambda: logits(model, inputs))):
+        with sp.quantize_linears(model, min_features=1, gated="16bit", calibration=calibration):
+            far[name] = relative_error(logits(model, inputs), want)
+    with sp.apply(model, CONFIG):  # on random tokens
+        far["apply"] = relative_error(logits(model, inputs), want)
+    assert far["run"] < far["weights"] / 3 and far["apply"] < far["weights"] / 3
+    assert torch.equal(logits(model, inputs), want)
+
+
+def test_layers_of_one_norm_share_a_balance_of_powers_of_two(hard):
+    model, inputs = hard
+    with sp.apply(model, CONFIG):
+        found = states(model)
+        for i in range(len(model.model.layers)):
+            own = {name.split(".")[-1]: s for name, s in found.items() if f"layers.{i}." in name}
+            shared = [{id(own[f"{x}_proj"].balance) for x in names} for names in (("q", "k", "v"), ("gate", "up"))]
+            assert [len(x) for x in shared] == [1, 1] and not shared[0] & shared[1]
+            assert own["o_proj"].balance is None and own["down_proj"].balance is None
+            vector = own["q_proj"].balance.vector
+            assert (vector.log2() % 1 == 0).all() and vector.median() == 1 and (vector[3::5] <= 1 / 16).all()
+
+
+def test_the_same_bits_every_time_and_no_trace_of_the_run(hard):
+    model, inputs = hard
+    seen, before = [], torch.get_rng_state()
+    for _ in range(2):
+        with sp.apply(model, CONFIG) as handle:
+            seen.append(logits(model, inputs))
+            report = handle.report()
+    assert torch.equal(*seen) and torch.equal(torch.get_rng_state(), before)
+    assert {row["calls"] + sum(row["fallbacks"].values()) for row in report.linears.rows if row["format"]} == {1}
+    assert all(not m._forward_hooks and not m._forward_pre_hooks for m in model.modules())
+
+
+def test_a_model_that_cannot_be_run_is_balanced_by_its_weights_and_says_so(hard, caplog):
+    model, inputs = hard
+    stock = model.forward
+    model.forward = lambda *a, use_cache=None, **k: stock(*a, **k) if "attention_mask" in k else 1 / 0
+    inputs = {**inputs, "attention_mask": torch.ones_like(inputs["input_ids"])}
+    with caplog.at_level(logging.WARNING, "sage_processors"), sp.apply(model, CONFIG) as handle:
+        logits(model, inputs)
+        assert any("balanced by their weights alone" in note for note in handle.report().notes)
+    assert sum("balanced by their weights alone" in record.message for record in caplog.records) == 1
+
+
+# --- behind gated activations ---
+
+GATED = {"llama": {"down_proj"}, "gemma3": {"down_proj"}, "t5": set(), "bert": set(), "whisper": set(), "vit": set()}
+
+
+@pytest.mark.parametrize("name", GATED)
+def test_layers_behind_gates_are_found_by_the_layers_beside_them(name):
+    model, _ = MODELS[name]()
+    owners = dict(model.named_modules())
+    found = {layer.split(".")[-1] for layer, _ in linear_layers(model) if follows_gate(layer, owners)}
+    assert found == GATED[name] or (name == "t5" and found <= {"wo"})
+
+
+def test_prompts_run_in_16_bit_behind_a_gate_and_few_rows_do_not(monkeypatch):
+    model, inputs = MODELS["llama"]()
+    with sp.apply(model, CONFIG) as handle:
+        logits(model, inputs)
+        monkeypatch.setattr(few_rows, "gpu_class", lambda device: "ada")
+        few_rows.most_rows.cache_clear()
+        one = {"input_ids": inputs["input_ids"][:1, :2]}
+        model.bfloat16()
+        logits(model, one)
+        few_rows.most_rows.cache_clear()
+        rows = {row["layer"].split(".")[-1]: row for row in handle.report().linears.rows}
+    assert (rows["down_proj"]["calls"], rows["down_proj"]["few_row_calls"]) == (0, 1)
+    assert rows["down_proj"]["fallbacks"] == {"gated": 1} and rows["up_proj"]["calls"] == 1
+    assert rows["up_proj"]["few_row_calls"] == 1 and rows["up_proj"]["fallbacks"] == {}
+
+
+@pytest.mark.parametrize("way", ["rule", "dropped", "strict"])
+def test_a_rule_or_a_dropped_weight_ends_it_and_strictness_does_not(way):
+    model, inputs = MODELS["llama"]()
+    options = {"rule": {"layers": {"*.down_proj": {"linears": "int8"}}}, "strict": {"on_unsupported": "raise"}}
+    linears = sp.Linears("int8", min_features=1, drop_weights=way == "dropped")
+    handle = sp.apply(model, sp.SageAttnProcessor(linears=linears, recipe="16bit", **options.get(way, {})))
+    logits(model, inputs)
+    rows = [row for row in handle.report().linears.rows if row["layer"].endswith("down_proj")]
+    assert {row["calls"] for row in rows} == {0 if way == "strict" else 1}
+
+
+def test_balanced_rows_of_few_row_calls_have_the_bits_of_a_norm_times_its_balance(hard, monkeypatch):
+    """The balance is folded into the norm's weight: powers of two, which round nothing."""
+    model, inputs = hard
+    model.bfloat16()
+    monkeypatch.setattr(few_rows, "gpu_class", lambda device: "ada")
+    few_rows.most_rows.cache_clear()
+    one = {"input_ids": inputs["input_ids"][:1, :2]}
+    want = logits(model, one)
+    with sp.apply(model, CONFIG) as handle:
+        for _ in range(3):
+            got = logits(model, one)
+        assert all(row["few_row_calls"] == 3 for row in handle.report().linears.rows if row["format"])
+    few_rows.most_rows.cache_clear()
+    assert relative_error(got, want) < 0.05
+
+
+def test_a_measurement_needs_no_layer_that_a_norm_feeds():
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8), torch.nn.Linear(8, 4))
+    x = torch.randn(5, 8)
+    assert set(measured_balances(model, lambda: model(x * torch.nan))) == set()
+    model[1].weight.data[2] = 100.0
+    found = measured_balances(model, lambda: model(x))
+    assert set(found) == {"2"} and found["2"][2] < 0.25
