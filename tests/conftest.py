@@ -47,6 +47,13 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: item.path not in long_files)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """Skip tests that need a GPU where there is none."""
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU")
+
+
 def pytest_collection_finish():
     """What is loaded by now stays: the garbage collector need not walk it again and again."""
     gc.collect()

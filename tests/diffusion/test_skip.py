@@ -271,8 +271,6 @@ def test_layers_that_plan_nothing_have_no_lists(options):
 
 def on_gpu(**options):
     """(state with lists of tiles on a GPU, a function that makes a call with them)."""
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA GPU")
     from sage_kernels import sage_attention
     from sage_kernels.planning.state import ScaleState, Site
     from tests.kernels.attention.test_skipping import scores_of

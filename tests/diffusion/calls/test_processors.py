@@ -400,14 +400,6 @@ def test_sage_class_exists_for_every_processor_class_of_diffusers():
     assert made > (50 if OLDEST else 80)
 
 
-def test_sage_class_stands_alone():
-    attention, x, stock, base = sage_attention_module()
-    attention.set_processor(getattr(sp, "Sage" + base.__name__)())
-    result = attention(x)
-    assert sqnr_db(result, stock) > 30 and not torch.equal(result, stock)
-    assert counted(attention.processor) == {"called": 1}
-
-
 def test_sage_class_of_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="NoSuchProcessor"):
         sp.SageNoSuchProcessor  # noqa: B018

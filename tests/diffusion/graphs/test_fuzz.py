@@ -190,6 +190,4 @@ def test_random_actions_between_forwards(name):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", NAMES)
 def test_random_actions_between_forwards_on_a_gpu(name):
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA GPU")
     fuzz(name, torch.device("cuda", 0), FORWARDS)

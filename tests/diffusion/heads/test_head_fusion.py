@@ -90,71 +90,42 @@ KNOWN = {
     "rotary alone": (both(lambda t, x: turned(t[x], t["cos"], t["sin"])), True),
     "halves": (both(lambda t, x: turned(t[x], t["cos"], t["sin"], pairs=False)), True),
     "norm alone": (both(lambda t, x: normed(t[x], t["w"])), True),
-    "parts of one table": (
-        both(lambda t, x: turned(torch.cat([normed(t[x][:, :7]), normed(t[x][:, 7:])], 1), t["cos"], t["sin"])),
-        True,
-    ),
-    "parts with a table each": (
-        both(
-            lambda t, x: torch.cat(
-                [
-                    turned(normed(t[x][:, :7], t["w"]), *t["first"]),
-                    turned(normed(t[x][:, 7:], t["v"]), *t["second"]),
-                ],
-                dim=1,
-            )
-        ),
-        True,
-    ),
-    "complex numbers": (
-        both(lambda t, x: ROTARY(t[x], [t["complex"]], "apply_rotary_emb_qwen", False, -1)),
-        True,
-    ),
-    "conjugated numbers": (
-        both(lambda t, x: ROTARY(t[x], [t["complex"].conj()], "apply_rotary_emb_qwen", False, -1)),
-        False,
-    ),
+    "parts of one table": (both(lambda t, x: turned(
+        torch.cat([normed(t[x][:, :7]), normed(t[x][:, 7:])], 1), t["cos"], t["sin"]
+    )), True),
+    "parts with a table each": (both(lambda t, x: torch.cat([
+        turned(normed(t[x][:, :7], t["w"]), *t["first"]), turned(normed(t[x][:, 7:], t["v"]), *t["second"])
+    ], dim=1)), True),
+    "complex numbers": (both(lambda t, x: ROTARY(t[x], [t["complex"]], "apply_rotary_emb_qwen", False, -1)), True),
+    "conjugated numbers": (both(lambda t, x: ROTARY(
+        t[x], [t["complex"].conj()], "apply_rotary_emb_qwen", False, -1
+    )), False),
     "nothing": (both(lambda t, x: t[x] * 2), False),
-    "another norm of the keys": (
-        lambda t: (turned(normed(t["q"]), t["cos"], t["sin"]), turned(normed(t["k"], eps=0.3), t["cos"], t["sin"])),
-        False,
-    ),
-    "a weight of the queries alone": (
-        lambda t: (turned(normed(t["q"], t["w"]), t["cos"], t["sin"]), turned(normed(t["k"]), t["cos"], t["sin"])),
-        False,
-    ),
-    "other angles of the keys": (
-        lambda t: (turned(t["q"], t["cos"], t["sin"]), turned(t["k"], t["sin"], t["cos"])),
-        False,
-    ),
-    "other angles of the keys' parts": (
-        lambda t: (
-            turned(torch.cat([t["q"][:, :7], t["q"][:, 7:]], 1), t["cos"], t["sin"]),
-            turned(torch.cat([t["k"][:, :7], t["k"][:, 7:]], 1), t["sin"], t["cos"]),
-        ),
-        False,
-    ),
-    "another rotation of the keys": (
-        lambda t: (turned(t["q"], t["cos"], t["sin"]), turned(t["k"], t["cos"], t["sin"], pairs=False)),
-        False,
-    ),
-    "queries that others use": (
-        lambda t: ((q := turned(t["q"], t["cos"], t["sin"])), turned(t["k"], t["cos"], t["sin"]) + 0 * q[:, :, :1]),
-        False,
-    ),
-    "an input written to": (
-        lambda t: (
-            z := t["q"] * 1,
-            q := turned(z, t["cos"], t["sin"]),
-            k := turned(t["k"], t["cos"], t["sin"]),
-            z.add_(1),
-            (q, k),
-        )[-1],
-        False,
-    ),
+    "another norm of the keys": (lambda t: (
+        turned(normed(t["q"]), t["cos"], t["sin"]), turned(normed(t["k"], eps=0.3), t["cos"], t["sin"])
+    ), False),
+    "a weight of the queries alone": (lambda t: (
+        turned(normed(t["q"], t["w"]), t["cos"], t["sin"]), turned(normed(t["k"]), t["cos"], t["sin"])
+    ), False),
+    "other angles of the keys": (lambda t: (
+        turned(t["q"], t["cos"], t["sin"]), turned(t["k"], t["sin"], t["cos"])
+    ), False),
+    "other angles of the keys' parts": (lambda t: (
+        turned(torch.cat([t["q"][:, :7], t["q"][:, 7:]], 1), t["cos"], t["sin"]),
+        turned(torch.cat([t["k"][:, :7], t["k"][:, 7:]], 1), t["sin"], t["cos"]),
+    ), False),
+    "another rotation of the keys": (lambda t: (
+        turned(t["q"], t["cos"], t["sin"]), turned(t["k"], t["cos"], t["sin"], pairs=False)
+    ), False),
+    "queries that others use": (lambda t: (
+        (q := turned(t["q"], t["cos"], t["sin"])), turned(t["k"], t["cos"], t["sin"]) + 0 * q[:, :, :1]
+    ), False),
+    "an input written to": (lambda t: (
+        z := t["q"] * 1, q := turned(z, t["cos"], t["sin"]), k := turned(t["k"], t["cos"], t["sin"]), z.add_(1), (q, k)
+    )[-1], False),
     "parts of heads": (both(lambda t, x: torch.cat([normed(t[x][:, :, :1]), normed(t[x][:, :, 1:])], 2)), False),
     "norm over all heads": (both(lambda t, x: F.rms_norm(t[x].flatten(2), (32,)).unflatten(2, (2, 16))), False),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", KNOWN)
