@@ -16,11 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import sage_processors as sp
 from sage_processors.diffusion.heads import rotary
-from sage_processors.diffusion.heads.postponed_heads import PostponedHeads
 from sage_processors.linears.modules import is_swapped
 from sage_processors.linears.postponed.norm_layers import NormState
-from sage_processors.postponed.region import opened
-from sage_processors.postponed.tensor import Postponed
 from tests.support.tiny_models import MODELS
 
 
@@ -365,20 +362,6 @@ def test_under_autocast_nothing_waits_and_in_inference_mode_what_counts_its_writ
             got = called(X.clone(), tuple(x.clone() for x in table)).float()
     assert len(passes.calls) == (2 if mode == "inference_mode" else 0)
     assert (got - expected).norm() < 0.03 * expected.norm()
-
-
-def test_heads_that_nobody_finishes_wait_and_print_as_numbers():
-    model = Model(Processor())
-    handle = sp.apply(model, config())
-    model(X, angles())
-    assert type(model.attn.norm_q(X.view(2, 20, 2, 16))) is torch.Tensor
-    with handle, opened():
-        q = model.attn.norm_q(X.view(2, 20, 2, 16))
-        assert type(q) is PostponedHeads and isinstance(q, Postponed) and q._ordinary is None
-        assert q.shape == (2, 20, 2, 16) and repr(q).startswith("tensor(")
-        torch.testing.assert_close(q.tensor(), torch.nn.RMSNorm(16, eps=1e-6)(X.view(2, 20, 2, 16)))
-        for other in (X.view(2, 40, 16), X.view(2, 20, 2, 16).mT.contiguous().mT):
-            assert type(model.attn.norm_q(other)) is torch.Tensor
 
 
 def test_norms_whose_weights_are_there_for_their_own_forward_alone_change_no_bit():

@@ -16,45 +16,25 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sage_processors.diffusion.steps.noise_level import noise_levels, track, untrack
 
 
+FLOW = {"use_flow_sigmas": True, "prediction_type": "flow_prediction"}
+ZERO_SNR = {"beta_schedule": "scaled_linear", "timestep_spacing": "trailing", "rescale_betas_zero_snr": True}
+KARRAS = {"use_karras_sigmas": True}
 SCHEDULERS = {
-    "flow_euler": ("FlowMatchEulerDiscreteScheduler", {}),
-    "flow_euler_shift3": ("FlowMatchEulerDiscreteScheduler", {"shift": 3.0}),
-    "flow_euler_karras": ("FlowMatchEulerDiscreteScheduler", {"use_karras_sigmas": True}),
+    "flow_euler": ("FlowMatchEulerDiscreteScheduler", {}), "ddim": ("DDIMScheduler", {}),
+    "flow_euler_shift3": ("FlowMatchEulerDiscreteScheduler", {"shift": 3.0}), "deis": ("DEISMultistepScheduler", {}),
+    "flow_euler_karras": ("FlowMatchEulerDiscreteScheduler", KARRAS), "ddpm": ("DDPMScheduler", {}),
     "flow_euler_inverted": ("FlowMatchEulerDiscreteScheduler", {"invert_sigmas": True}),
-    "flow_heun": ("FlowMatchHeunDiscreteScheduler", {}),
-    "flow_lcm": ("FlowMatchLCMScheduler", {}),
-    "ddim": ("DDIMScheduler", {}),
-    "ddim_scaled": (
-        "DDIMScheduler",
-        {"beta_schedule": "scaled_linear", "timestep_spacing": "trailing", "rescale_betas_zero_snr": True},
-    ),
-    "ddpm": ("DDPMScheduler", {}),
-    "pndm": ("PNDMScheduler", {"skip_prk_steps": True}),
-    "lcm": ("LCMScheduler", {}),
-    "tcd": ("TCDScheduler", {}),
-    "cogvideox_ddim": ("CogVideoXDDIMScheduler", {}),
-    "euler": ("EulerDiscreteScheduler", {}),
-    "euler_karras": ("EulerDiscreteScheduler", {"use_karras_sigmas": True}),
-    "euler_ancestral": ("EulerAncestralDiscreteScheduler", {}),
-    "heun": ("HeunDiscreteScheduler", {}),
-    "kdpm2": ("KDPM2DiscreteScheduler", {}),
-    "dpm_multistep": ("DPMSolverMultistepScheduler", {}),
-    "dpm_multistep_karras": ("DPMSolverMultistepScheduler", {"use_karras_sigmas": True}),
-    "dpm_multistep_flow": (
-        "DPMSolverMultistepScheduler",
-        {"use_flow_sigmas": True, "prediction_type": "flow_prediction"},
-    ),
-    "dpm_singlestep": ("DPMSolverSinglestepScheduler", {}),
-    "unipc": ("UniPCMultistepScheduler", {}),
-    "unipc_flow": (
-        "UniPCMultistepScheduler",
-        {"use_flow_sigmas": True, "prediction_type": "flow_prediction", "flow_shift": 3.0},
-    ),
-    "deis": ("DEISMultistepScheduler", {}),
-    "sasolver": ("SASolverScheduler", {}),
-    "edm_euler": ("EDMEulerScheduler", {}),
-    "edm_dpm": ("EDMDPMSolverMultistepScheduler", {}),
-}
+    "flow_heun": ("FlowMatchHeunDiscreteScheduler", {}), "flow_lcm": ("FlowMatchLCMScheduler", {}),
+    "pndm": ("PNDMScheduler", {"skip_prk_steps": True}), "lcm": ("LCMScheduler", {}), "tcd": ("TCDScheduler", {}),
+    "cogvideox_ddim": ("CogVideoXDDIMScheduler", {}), "euler": ("EulerDiscreteScheduler", {}),
+    "euler_karras": ("EulerDiscreteScheduler", KARRAS), "euler_ancestral": ("EulerAncestralDiscreteScheduler", {}),
+    "heun": ("HeunDiscreteScheduler", {}), "kdpm2": ("KDPM2DiscreteScheduler", {}),
+    "dpm_multistep": ("DPMSolverMultistepScheduler", {}), "dpm_singlestep": ("DPMSolverSinglestepScheduler", {}),
+    "dpm_multistep_karras": ("DPMSolverMultistepScheduler", KARRAS), "sasolver": ("SASolverScheduler", {}),
+    "dpm_multistep_flow": ("DPMSolverMultistepScheduler", FLOW), "unipc": ("UniPCMultistepScheduler", {}),
+    "unipc_flow": ("UniPCMultistepScheduler", FLOW | {"flow_shift": 3.0}), "ddim_scaled": ("DDIMScheduler", ZERO_SNR),
+    "edm_euler": ("EDMEulerScheduler", {}), "edm_dpm": ("EDMDPMSolverMultistepScheduler", {}),
+}  # fmt: skip
 
 
 def make(name):
@@ -183,15 +163,6 @@ def test_tracked_run_that_starts_in_the_middle():
     listener.events.clear()
     run_all(scheduler, scheduler.timesteps[5:], as_number=True)
     assert events_close(listener.events, list(zip(levels[5:], levels[6:] + levels[-1:], strict=True)))
-
-
-def test_a_begin_index_that_is_not_named_is_the_first():
-    scheduler, listener = make("flow_euler"), Listener()
-    track(scheduler, listener)
-    scheduler.set_timesteps(8)
-    listener.events.clear()
-    scheduler.set_begin_index()
-    assert events_close(listener.events, [("begin", noise_levels(scheduler)[0].item())])
 
 
 def test_timesteps_that_were_not_there_when_the_scheduler_was_followed():
@@ -334,18 +305,6 @@ def test_two_listeners_share_a_scheduler_and_the_last_one_gives_the_class_back()
     assert len(first.events) == 4 and len(second.events) == 8
     untrack(scheduler, second)
     assert type(scheduler) is diffusers.DDIMScheduler and "_sage" not in vars(scheduler)
-
-
-def test_custom_sigmas_of_a_pipeline_reach_a_tracked_scheduler():
-    from diffusers.pipelines.flux.pipeline_flux import retrieve_timesteps
-
-    scheduler, listener = make("flow_euler"), Listener()
-    track(scheduler, listener)
-    listener.events.clear()
-    timesteps, count = retrieve_timesteps(scheduler, sigmas=[1.0, 0.75, 0.5, 0.25])
-    assert count == 4 and timesteps.tolist() == pytest.approx([1000.0, 750.0, 500.0, 250.0])
-    assert [event[0] for event in listener.events] == ["begin"]
-    assert noise_levels(scheduler)[2].item() == pytest.approx(0.5**0.5)
 
 
 def test_a_tracked_scheduler_can_be_collected():
