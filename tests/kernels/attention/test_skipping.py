@@ -216,8 +216,6 @@ def test_outputs_are_those_of_the_visited_tiles(recipe, attend):
 def test_programs_share_lists_of_any_length(recipe, seq_kv):
     """Cut along the keys where a call has few query tiles: some pieces of a short list are empty. Sums of two calls,
     of which the second has the row maxima of the first."""
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA GPU")
     q, k, v = (x.cuda() for x in make_qkv("normal", 1, 700, seq_kv, 2, 1, 128, seed=3, dtype=torch.bfloat16))
     scales = ScaleState([Site("a", 1, 128)], device="cuda")
     row_max = torch.full((1, 2, 700), torch.nan, device="cuda")

@@ -172,8 +172,6 @@ def test_L23_ordinary_tensors_go_round_the_dispatcher(name, qkv):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ORDINARY)
 def test_L23_on_a_gpu(name, qkv):
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA GPU")
     assert replay.is_plain_call(*(ORDINARY[name](x.cuda()) for x in qkv))
 
 
@@ -234,8 +232,6 @@ def launch_append_kv_as(launch):
 @pytest.mark.parametrize("planned", [False, True])
 def test_L20_no_call_with_a_negative_bit_is_replayed(planned, qkv):
     """After calls of the same layout that were: their guards and keys must tell them apart."""
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA GPU")
     inputs = [x.cuda() for x in qkv]
 
     def run(*inputs):

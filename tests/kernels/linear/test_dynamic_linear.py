@@ -212,8 +212,6 @@ def test_a_replayed_call_launches_what_a_new_one_would(tmp_path):
 @pytest.mark.parametrize("through_op", [False, True])
 @pytest.mark.parametrize("format", FORMATS)
 def test_replayed_calls_read_new_numbers_and_meet_their_checks(format, through_op, monkeypatch):
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA GPU")
     skip_without_fp8("cuda", format)
     if through_op:  # as compiled code calls it
         monkeypatch.setattr("sage_kernels.ops.linear_dynamic.try_replay", lambda *_: (None, None))
@@ -235,8 +233,6 @@ def test_replayed_calls_read_new_numbers_and_meet_their_checks(format, through_o
 
 @pytest.mark.gpu
 def test_in_a_cuda_graph():
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA GPU")
     x, other = (normal(2, 700, 1024, seed=n).cuda().bfloat16() for n in (0, 1))
     weight = quantize_weight(normal(512, 1024, seed=2).cuda())
     before = [dynamic_linear(x, weight, norm="rms") for _ in range(2)]

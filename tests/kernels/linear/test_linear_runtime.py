@@ -269,8 +269,6 @@ def on_gpu(device, call):
 @pytest.mark.gpu
 @pytest.mark.parametrize("calls", [ACTIVATION_CALLS, LINEAR_CALLS], ids=["activation", "linear"])
 def test_replayed_calls_give_the_same_bits(calls):
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA GPU")
 
     def as_bits(result):
         return [x.view(torch.int8) if x.dtype == torch.float8_e4m3fn else x for x in result]
@@ -297,8 +295,6 @@ def test_replayed_calls_give_the_same_bits(calls):
 
 @pytest.mark.gpu
 def test_a_known_call_still_meets_its_checks_and_reads_new_numbers():
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA GPU")
     given = layer_inputs(9, "cuda", torch.float16)
     for _ in range(3):
         layer(*given)
@@ -316,8 +312,6 @@ def test_a_known_call_still_meets_its_checks_and_reads_new_numbers():
 @pytest.mark.gpu
 @pytest.mark.parametrize("format", FORMATS)
 def test_calls_are_captured_in_a_cuda_graph(format):
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA GPU")
     skip_without_fp8("cuda", format)
     x, other = (normal(2, 70, 256, dtype=torch.bfloat16, seed=n).cuda() for n in (0, 1))
     weight = quantize_weight(normal(512, 256, seed=2).cuda(), format=format)
@@ -402,8 +396,6 @@ def test_a_replayed_call_launches_what_a_new_one_would(tmp_path):
 @pytest.mark.gpu
 @pytest.mark.parametrize("format", FORMATS)
 def test_ops_that_compiled_code_calls_are_replayed_with_their_own_tensors(format):
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA GPU")
     skip_without_fp8("cuda", format)
     replay.forget()
     for seed in range(3):

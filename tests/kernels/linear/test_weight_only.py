@@ -83,8 +83,6 @@ def test_rows_of_a_matrix_in_turns(linears):
 @pytest.mark.parametrize(("columns", "depth"), [(4096, 4096), (6144, 2048), (12800, 1024)])
 def test_batch_invariant(columns, depth, format):
     """A row has the same bits alone and beside others. Without the option equal calls have equal bits."""
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA GPU")
     w = QuantizedRows(*(y.cuda() for y in quantize_weight(normal(columns, depth, seed=1), format=format)))
     x = normal(130, depth, dtype=torch.bfloat16).cuda()
     whole = weight_only_linear(x, w, batch_invariant=True)
@@ -98,8 +96,6 @@ def test_batch_invariant(columns, depth, format):
 @pytest.mark.gpu
 def test_a_chain_of_launches_that_overlap():
     """Each product reads the one before, in a graph: a launch that began early must have waited."""
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA GPU")
     weights = [QuantizedRows(*(y.cuda() for y in quantize_weight(normal(2048, 2048, seed=i) / 45))) for i in range(6)]
     for rows in (1, 12, 30, 64):
         x = normal(rows, 2048, dtype=torch.bfloat16).cuda()
@@ -314,8 +310,6 @@ def test_calls_that_differ_in_anything_have_other_keys(monkeypatch):
 
 @pytest.mark.gpu
 def test_replayed_calls_and_captured_give_the_same_bits():
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA GPU")
     replay.forget()
     x, w, bias = given(3, "cuda", torch.bfloat16)
     first = weight_only_linear(x, w, bias)
