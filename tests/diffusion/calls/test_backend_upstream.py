@@ -1,6 +1,6 @@
 """What diffusers asks of an attention back end (its AttentionBackendTesterMixin), of ours, for all families of models.
 
-Diffusers' own tests are not in its wheel: upstream_backend.py runs them from a checkout. Its bounds are 1e-2.
+Its bounds are 1e-2.
 """
 
 from __future__ import annotations
