@@ -22,7 +22,6 @@ from sage_processors.calibration.skip_choices import (
     without_lists,
 )
 from sage_processors.evaluation import quality
-from tests.calibration.test_calibration import SIZE
 from tests.diffusion.steps.test_windows import flux_pipe
 from tests.diffusion.test_compile import denoise
 from tests.evaluation.test_quality import PROMPTS, pipeline
@@ -175,11 +174,9 @@ def test_limits_found_on_some_prompts_hold_on_others(monkeypatch, tmp_path):
     monkeypatch.setattr(skip_lists, "LEAST_TILES", 4)
     pipe, base = pipeline("tiny_flux"), dataclasses.replace(BASE, min_tokens=0)
     user = dataclasses.replace(USER, min_tokens=0, skip=dataclasses.replace(USER.skip, every=3))
-    options = {"scalings": ("timestep",), "steps": 5, "batch": 1, "progress": False, "arguments": SIZE, "config": user}
+    options = {"scalings": ("timestep",), "steps": 5, "batch": 1, "progress": False, "config": user}
     others = ["a green square on a white background", "a white ring on a red background"]
-    dense = quality.evaluate(pipe, PROMPTS[:1], [0], [quality.Variant("dense", base)], steps=5, arguments=SIZE)[
-        "dense"
-    ]
+    dense = quality.evaluate(pipe, PROMPTS[:1], [0], [quality.Variant("dense", base)], steps=5)["dense"]
     target = dense.psnr_db[0] - 3
     state, policy = tmp_path / "state.json", tmp_path / "policy.json"
     options |= {"skip_limits": (0.3, 0.1), "held_out": others, "path": policy, "state_path": state}
@@ -192,7 +189,7 @@ def test_limits_found_on_some_prompts_hold_on_others(monkeypatch, tmp_path):
     assert loaded == found.config
     # other prompts, other seeds, and another number of steps: levels mean the same
     variants = [quality.Variant("dense", base), quality.Variant("skipping", loaded)]
-    drawn = quality.evaluate(pipe, others, [70, 71], variants, steps=7, batch=2, arguments=SIZE)
+    drawn = quality.evaluate(pipe, others, [70, 71], variants, steps=7, batch=2)
     assert sum(drawn["skipping"].psnr_db) >= sum(drawn["dense"].psnr_db) - 2 * (3 + 1)  # 1 dB more at most
     content = json.loads(state.read_text())
     monkeypatch.setattr(quality, "evaluate", None)  # what was measured is not drawn again

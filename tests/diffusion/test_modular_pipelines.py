@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import diffusers
 import pytest
 import torch
@@ -15,7 +17,9 @@ pytest.importorskip("diffusers.modular_pipelines.flux")
 
 @pytest.fixture(scope="module")
 def parts():
-    return loading.load_pipeline("tiny_flux", "cpu").components
+    components = loading.load_pipeline("tiny_flux", "cpu").components
+    gc.collect()  # the scheduler of the pipeline that was loaded would be followed as long as it lives
+    return components
 
 
 @pytest.fixture
