@@ -12,6 +12,7 @@ from ..linears.weights.layers import choose
 from ..option_groups import OF_ATTENTION, Keep
 from ..options import SageAttnProcessor
 from ..unsupported import REMEDIES
+from .calls.call_reasons import layer_reason
 from .host.discovery import attention_modules
 from .steps.windows import check_patterns
 
@@ -62,9 +63,9 @@ def warn_of_idle_layers(handle: Any) -> None:
     """Warn of models in which layers are already known to run in 16 bit, before a run shows it."""
     for denoiser in handle._denoisers:
         name = denoiser.name or type(denoiser.model).__name__
-        against = denoiser.reasons_against()
-        if against and all(against.values()):
-            found = ", ".join(dict.fromkeys(against.values()))
+        against = [layer_reason(layer) for layer in denoiser.layers]
+        if against and all(against):
+            found = ", ".join(dict.fromkeys(against))
             logger.warning("%s: got a model in which no attention layer can run in INT8 (%s)", name, found)
         elif handle.config.training != "int8" and any(layer.module.training for layer in denoiser.layers):
             logger.warning("%s: got a model in which some layers run in 16 bit: %s", name, REMEDIES["training"])

@@ -19,7 +19,6 @@ from ..linears.leftovers import take_out_leftovers
 from ..linears.swap import LinearSwap, swap_of
 from ..linears.swap_checks import LOADED
 from ..torch_modes import AsUnderNoGrad
-from .calls.call_reasons import layer_reason
 from .calls.row_maxima_op import keep_rows_of
 from .calls.sage_class import attention_calls_in, count_bypassed, is_pag, is_sage, sage_class, swap
 from .graphs.model_graphs import ModelGraphs
@@ -188,10 +187,6 @@ class Denoiser:
     def layer_names(self) -> list[str]:
         """Return the names of the swapped layers, as in the report."""
         return [self._label(layer.name) for layer in self.layers]
-
-    def reasons_against(self) -> dict[str, str]:
-        """Return {layer name: reason why none of its calls can run in INT8, or ""}."""
-        return {self._label(layer.name): layer_reason(layer) for layer in self.layers}
 
     def move(self, device: torch.device) -> None:
         """Move all tensors to the model's new device. The counts of planned calls start from zero."""

@@ -144,10 +144,7 @@ def _parse(content: bytes) -> dict[str, torch.Tensor]:
 
 
 def _planned_denoisers(handle) -> list:
-    if not handle._active:
-        raise RuntimeError(
-            "handle: got a handle that was removed, expected a live one; call sage_processors.apply again"
-        )
+    handle._check_active()
     denoisers = [denoiser for denoiser in handle._denoisers if denoiser.state is not None]
     if not denoisers:
         raise ValueError(
