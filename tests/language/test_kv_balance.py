@@ -15,7 +15,6 @@ from sage_processors.evaluation import language
 from sage_processors.language.kv_layers import Int8Layer
 from sage_processors.language.kv_static_layers import Int8StaticSlidingLayer
 from sage_processors.language.kv_vectors import BALANCE_LIMIT, choose_vectors
-from sage_processors.language.quantized_kv import attend
 from tests.kernels.decode.decode_cases import Decode, exact, filled, inputs, length
 from tests.kernels.decode.test_append_kv import GUARD, buffers, tokens
 from tests.support.language_calls import ANY_LENGTH
@@ -189,31 +188,6 @@ def test_V32_whatever_comes_first_the_balance_is_sane(name):
     assert (got[dead] == 1).all()  # nothing is known of them
     if name in ("zeros", "all NaN", "nothing"):
         assert (got == 1).all()
-
-
-def attention_error(first, later, factors=1.0):
-    """Of 8 queries over a layer that took `first` in one update and `later` in another."""
-    layer = Int8Layer()
-    v = torch.randn(*first.shape[:2], first.shape[2] + later.shape[2], first.shape[3])
-    cut = first.shape[2]
-    layer.update(first * factors, v[:, :, :cut])
-    stored, _ = layer.update(later * factors, v[:, :, cut:])
-    query = draw(8, heads=6, seed=7).transpose(1, 2)
-    got = attend(query / factors, stored)
-    return float(relative_l2(got, exact(query, torch.cat([first, later], 2), v)[0]))
-
-
-@pytest.mark.parametrize("direction", [1, -1])
-def test_V31_outliers_cost_no_precision(direction):
-    torch.manual_seed(0)
-    factors = torch.ones(64)
-    factors[[1, 9, 18, 20]] = 2.0 ** (direction * torch.tensor([3.0, 5.0, 7.0, 9.0]))
-    factors[32:] = factors[:32]  # rotary embedding mixes the two of a pair
-    first, later = draw(64), draw(200, seed=1)
-    torch.manual_seed(0)
-    plain = attention_error(first, later)
-    torch.manual_seed(0)
-    assert attention_error(first, later, factors) < 1.5 * plain
 
 
 @pytest.mark.parametrize("kind", ["growing", "ring"])

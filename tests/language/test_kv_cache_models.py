@@ -75,37 +75,30 @@ def test_C13_generation_with_a_cache_for_each_writes_the_same_text(name):
     assert torch.equal(got, model.generate(ids, max_new_tokens=6))
 
 
-def test_C12_a_forward_that_begins_anew_is_no_cross_attention():
-    """One layer, and a mask's size asked for between two updates; a layer that is not the one before; a reset."""
-    model, _, _ = encoder_decoder("bart", 1)
-    cache = sp.Int8KVCache(model.config)
-    k, v = (x.repeat(1, 2, 1, 1)[:, :4] for x in states(2))
-    for _ in range(3):
-        cache.get_mask_sizes(2, 0)
-        cache.update(k, v, 0)
-    cache.reset()
-    cache.update(k, v, 0)
-    with pytest.raises(TypeError, match="updated twice"):
-        cache.update(k, v, 0)
-    assert cache.get_seq_length() == 2
-    cache = sp.Int8KVCache(encoder_decoder("bart")[0].config)
-    for layer in (0, 1, 0, 1):
-        cache.update(k, v, layer)
-    assert cache.get_seq_length() == 4
+# (layers of the model; updates by layer, between which a mask's sizes are asked for or the cache is reset; what of it
+# is one forward's cross-attention)
+FORWARDS = {
+    "sizes between": (1, ("sizes", 0, "sizes", 0, "sizes", 0), False),
+    "twice after a reset": (1, ("sizes", 0, "reset", 0, 0), True),
+    "a ready-made mask": (1, (0, 0, 0), False),  # as in an EncoderDecoderCache: each forward updates it once
+    "another layer between": (2, (0, 1, 0, 1), False),
+    "twice": (2, (0, 0), True),
+}
 
 
-def test_C13_one_layer_may_come_twice_in_a_row_where_no_mask_was_asked_for():
-    """As in an EncoderDecoderCache with a ready-made mask: each forward updates this cache once."""
-    model, _, _ = encoder_decoder("bart", 1)
-    cache = sp.Int8KVCache(model.config)
+@pytest.mark.parametrize("name", FORWARDS)
+def test_C12_C13_a_layer_that_comes_twice_in_one_forward_is_cross_attention(name):
+    layers, steps, is_cross = FORWARDS[name]
+    cache = sp.Int8KVCache(encoder_decoder("bart", layers)[0].config)
     k, v = (x.repeat(1, 2, 1, 1)[:, :4] for x in states(2))
-    for _ in range(3):
-        cache.update(k, v, 0)
-    assert cache.get_seq_length() == 6
-    cache = sp.Int8KVCache(encoder_decoder("bart")[0].config)  # of two, none comes twice in a row
-    cache.update(k, v, 0)
-    with pytest.raises(TypeError, match="updated twice"):
-        cache.update(k, v, 0)
+    done = {"sizes": lambda: cache.get_mask_sizes(2, 0), "reset": cache.reset}
+    for step in steps[: len(steps) - is_cross]:
+        done[step]() if step in done else cache.update(k, v, step)
+    if is_cross:
+        with pytest.raises(TypeError, match="updated twice"):
+            cache.update(k, v, steps[-1])
+    since = steps[steps.index("reset") :] if "reset" in steps else steps
+    assert cache.get_seq_length() == 2 * (since.count(0) - is_cross)
 
 
 def test_C12_a_decoder_whose_own_config_does_not_tell_is_known_by_the_whole_one():

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 
 import pytest
 import torch
 
 import sage_processors as sp
 from sage_kernels.testing import relative_l2
-from sage_processors.language import attention as transformers_attention
 from sage_processors.language.report import counted
 from tests.support.language_calls import ANY_LENGTH, SAME, STRICT, forward, llama_attention
 from tests.support.tiny_language_models import MODELS, padded, result
@@ -47,16 +45,6 @@ def test_P50_gradients_in_eval_mode_are_those_of_stock_attention(name, padding):
     with pytest.raises(sp.UnsupportedAttentionError, match="gradient.*no_grad") as caught:
         model(**inputs)
     assert caught.value.reason == "gradient"
-
-
-def test_P50_a_gradient_is_said_once_with_its_remedy(caplog):
-    model, inputs = MODELS["llama"]()
-    model.requires_grad_(True).set_attn_implementation(ANY_LENGTH)
-    transformers_attention.FALLBACKS.logged.clear()
-    with caplog.at_level(logging.WARNING, "sage_processors"):
-        for _ in range(2):
-            model(**inputs)
-    assert ["reason: gradient" in r.getMessage() and "no_grad" in r.getMessage() for r in caplog.records] == [True]
 
 
 NO_GRADIENT = {

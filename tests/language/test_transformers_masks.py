@@ -128,7 +128,9 @@ def test_a_mask_of_its_own_is_never_left_out():
     def odd(batch_idx, head_idx, q_idx, kv_idx):
         return (kv_idx <= q_idx) & (kv_idx % 2 == 0)
 
-    for function in (odd, mu.and_masks(odd, mu.causal_mask_function), mu.and_masks(mu.sliding_window_overlay(3), odd)):
+    window, causal = mu.sliding_window_overlay(3), mu.causal_mask_function
+    several = (odd, causal), (window, odd), (window, causal, causal)  # three functions are no band
+    for function in (odd, *(mu.and_masks(*functions) for functions in several)):
         mask = sage_mask(1, 9, 9, mask_function=function, local_size=3)
         assert torch.equal(mask, mu.sdpa_mask(1, 9, 9, mask_function=function, allow_is_causal_skip=False))
 
@@ -255,12 +257,6 @@ def test_padding_that_a_window_has_left_behind_needs_no_mask():
 def test_what_a_static_cache_has_not_filled_is_no_padding():
     mask = sage_mask(2, 9, 16, attention_mask=torch.ones(2, 9, dtype=torch.bool))
     assert isinstance(mask, BandMask) and (mask.offset, mask.left, mask.right) == (0, UNLIMITED, 0)
-
-
-def test_three_functions_are_no_band():
-    function = mu.and_masks(mu.sliding_window_overlay(3), mu.causal_mask_function, mu.causal_mask_function)
-    mask = sage_mask(1, 9, 9, mask_function=function, local_size=3)
-    assert torch.equal(mask, mu.sdpa_mask(1, 9, 9, mask_function=function, allow_is_causal_skip=False))
 
 
 @pytest.mark.filterwarnings("ignore")

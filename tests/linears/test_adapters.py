@@ -67,24 +67,6 @@ def test_lora_loaded_before_and_after_the_swap():
             assert relative_error(run(model, inputs), plain) < 0.02
 
 
-def test_scale_disable_and_switch():
-    stock, inputs = flux()
-    model = copy.deepcopy(stock)
-    for each in (stock, model):
-        add_lora(each)
-        add_lora(each, "other one", 2.0)
-    with quantize(model):
-        for change in (
-            lambda m: m.set_adapters(["style"], [0.5]),
-            lambda m: m.set_adapters(["style", "other one"], [1.0, -0.7]),
-            lambda m: m.disable_adapters(),
-            lambda m: m.enable_adapters(),
-        ):
-            change(stock)
-            change(model)
-            assert relative_error(run(model, inputs), run(stock, inputs)) < 0.02
-
-
 def test_fused_and_unfused_without_a_refresh():
     stock, inputs = flux()
     model = copy.deepcopy(stock)
@@ -104,14 +86,3 @@ def test_fused_and_unfused_without_a_refresh():
             each.unload_lora()
         assert relative_error(run(model, inputs), run(stock, inputs)) < 0.02
     assert relative_error(run(model, inputs), run(stock, inputs)) < 1e-5
-
-
-def test_lora_trains_on_an_8_bit_base_in_16_bit():
-    model, inputs = flux()
-    add_lora(model)
-    with quantize(model) as swap:
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_("lora_" in name)
-        model(**inputs(), return_dict=False)[0].sum().backward()
-        assert all(p.grad is not None for n, p in model.named_parameters() if "lora_B" in n and "single" not in n)
-        assert swap.report().fallbacks["gradient"] > 0

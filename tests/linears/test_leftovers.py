@@ -225,12 +225,3 @@ def test_whoever_is_removed_first_takes_nothing_of_the_other(is_outer_first):
     assert not torch.equal(model(X) + 0, stock)
     later.remove()
     assert not ours_in(model) and torch.equal(model(X), stock)
-
-
-def test_layers_without_their_16_bit_weights_are_not_taken():
-    model = Outer()
-    outer = sp.quantize_linears(model, min_features=0, drop_weights=True)
-    before = model(X) + 0
-    with pytest.raises(RuntimeError, match="dropped"):
-        linears(model.blocks[0])
-    assert statuses(outer) == ["active"] * 4 and torch.equal(model(X) + 0, before)

@@ -211,19 +211,6 @@ def test_swapping_again_replaces_the_options():
     assert type(block.first) is nn.Linear
 
 
-def test_casts_and_moves_leave_the_codes_alone():
-    stock, twin = layer()
-    x = torch.randn(4, 48)
-    for format in ("int8", "fp8"):
-        with swapped(twin, format):
-            twin(x)
-            codes = {name: buffer.clone() for name, buffer in twin.named_buffers()}
-            twin.to(torch.bfloat16).to("cpu").float()
-            for name, buffer in twin.named_buffers():
-                assert buffer.dtype == codes[name].dtype and torch.equal(buffer.float(), codes[name].float())
-        twin.load_state_dict(stock.state_dict())
-
-
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections import OrderedDict, namedtuple
 
@@ -111,15 +110,6 @@ def test_a_layer_alone_is_a_part_of_what_calls_it():
         with opened():
             assert isinstance(layer(torch.randn(3, 64)), Postponed)
     assert not layer._forward_hooks
-
-
-def test_hooks_go_with_the_swap_and_copies_have_their_own():
-    model = Model().eval().requires_grad_(False)
-    with sp.quantize_linears(model, "int8", min_features=16):
-        twin = copy.deepcopy(model)
-        assert len(model._forward_hooks) == len(model._forward_pre_hooks) == 2
-    assert not model._forward_hooks and not model._forward_pre_hooks
-    assert type(twin(torch.randn(3, 64))) is torch.Tensor
 
 
 def test_a_swap_that_fails_at_its_end_leaves_no_hook(monkeypatch):

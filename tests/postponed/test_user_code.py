@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import sage_processors as sp
-from sage_processors.postponed import library
 from sage_processors.postponed.block import is_enclosed
 from sage_processors.postponed.region import opened
 from sage_processors.postponed.tensor import Postponed
@@ -88,22 +87,6 @@ def test_what_a_users_forward_does_is_followed(run):
                 ]
                 for a, b in zip(got, expected, strict=True):
                     assert torch.equal(a, b) if b.dtype == torch.bool else relative_error(a, b) < QUANTISED
-
-
-def test_a_layer_called_by_hand_gives_an_ordinary_tensor():
-    model, inputs = MODELS["flux"]()
-    with (
-        torch.no_grad(),
-        sp.apply(model, sp.SageAttnProcessor(min_tokens=0, linears=sp.Linears("int8", min_features=0))),
-    ):
-        model(**inputs)
-        block = model.transformer_blocks[0]
-        x = torch.randn(1, 4, block.ff.net[0].proj.in_features)
-        for module in (block.norm1.norm, block.ff.net[0], block.ff.net[2], block.attn.to_q, block.ff):
-            if module is not block.ff.net[2]:
-                assert type(module(x)) is torch.Tensor
-        heads = torch.randn(1, 4, 2, block.attn.norm_q.weight.numel())
-        assert type(block.attn.norm_q(heads)) is torch.Tensor
 
 
 # hooks of users on models of libraries
@@ -313,13 +296,6 @@ def test_modes_arguments_and_global_hooks_of_users_keep_a_block_open():
         finally:
             handle.remove()
         assert known.is_closed(block)
-
-
-def test_code_of_libraries_is_known_by_its_file():
-    assert library.is_library_function(nn.Linear.forward) and library.is_library_class(nn.Linear)
-    assert not library.is_library_function(Mine.forward) and not library.is_library_class(Mine)
-    assert not library.is_library_function(len)
-    assert not library.is_library_function(eval("lambda self, x: x"))
 
 
 def test_nothing_waits_outside_of_a_region_and_what_does_is_computed_at_its_end(library_tests):

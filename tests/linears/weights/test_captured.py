@@ -17,7 +17,7 @@ from sage_processors.linears.weights import replays, storage
 from sage_processors.linears.weights.linear_state import linear_state
 from sage_processors.linears.weights.storage import CODES
 from sage_processors.reporting.event_counter import EventCounter
-from tests.linears.counting import OpCounter, set_least_work
+from tests.linears.counting import set_least_work
 
 
 pytestmark = pytest.mark.usefixtures("library_tests")
@@ -98,20 +98,6 @@ def test_E25_what_is_captured_leaves_weights_where_and_as_they_are(capturing):
 
 
 @torch.no_grad()
-def test_what_an_eager_call_laid_out_is_used_when_captured(capturing):
-    net, stock, x = model(), model(), draw(8, 1)
-    with sp.quantize_linears(net, "int8"):
-        state = net.blocks[0].proj._sage
-        set_least_work(net, 0)
-        net(x)
-        assert state.storage.in_turns
-        known = state.storage._bias
-        capturing.append(True)
-        assert 1e-4 < error(net(x), stock(x)) < 0.05
-        assert state.storage._bias is known and state.storage.in_turns
-
-
-@torch.no_grad()
 @pytest.mark.parametrize(
     "name, least_work", [("weight", 0), ("bias", 0), ("weight", 2**40), ("bias", 2**40), ("weight.data", 2**40)]
 )
@@ -153,22 +139,6 @@ def test_a_graph_s_bias_is_renewed_in_place(capturing):
         net(x)
         assert state.storage._bias is laid_out and state.bias is own
         torch.testing.assert_close(laid_out, before + 1.0)
-
-
-@torch.no_grad()
-def test_a_forward_that_is_captured_quantises_what_an_eager_one_does(capturing):
-    net, x = model(), draw(8, 1)
-    with sp.quantize_linears(net, "int8"):
-        set_least_work(net, 0)
-        for _ in range(2):
-            wanted = net(x)
-        counted = []
-        for on in (False, True):
-            capturing[:] = [True] * on
-            with OpCounter() as ops:
-                assert torch.equal(net(x), wanted)
-            counted.append((ops.quantized, ops.multiplied))
-        assert counted[0] == counted[1] == (3 * 2, 4 * 2)
 
 
 @torch.no_grad()
