@@ -229,6 +229,20 @@ def _compiled(module, base, x):
     return y if bias is None else y + bias.to(dtype)
 
 
+def _handed_out(name: str, mark: str) -> property:
+    """Return the property for a 16-bit parameter. Whoever reads it may write to it: the state's `mark` says so."""
+
+    def read(self):
+        if not torch.compiler.is_compiling():
+            setattr(self._sage, mark, True)
+        return _attribute(self, name)
+
+    def write(self, value):
+        self.__dict__[name] = value  # never a parameter: nn.Module registers these itself
+
+    return property(read, write, lambda self: self.__dict__.pop(name))
+
+
 class _SwappedLinear(Derived):
     """Mixin of the classes of swapped linear layers.
 
@@ -237,35 +251,8 @@ class _SwappedLinear(Derived):
 
     _sage: LinearState
 
-    @property
-    def weight(self):
-        """The 16-bit weight. Whoever reads this property may write to the weight."""
-        if not torch.compiler.is_compiling():
-            self._sage.touched = True
-        return _attribute(self, "weight")
-
-    @weight.setter
-    def weight(self, value):
-        self.__dict__["weight"] = value  # never a parameter: nn.Module registers these itself
-
-    @weight.deleter
-    def weight(self):
-        self.__dict__.pop("weight")
-
-    @property
-    def bias(self):
-        """The 16-bit bias. Whoever reads this property may write to the bias."""
-        if not torch.compiler.is_compiling():
-            self._sage.bias_touched = True
-        return _attribute(self, "bias")
-
-    @bias.setter
-    def bias(self, value):
-        self.__dict__["bias"] = value
-
-    @bias.deleter
-    def bias(self):
-        self.__dict__.pop("bias")
+    weight = _handed_out("weight", "touched")
+    bias = _handed_out("bias", "bias_touched")
 
     def _apply(self, fn, recurse=True):
         """Apply `fn` to all tensors, but only move those in 8 bit and never cast them.

@@ -1,8 +1,9 @@
-"""What tests of 8-bit linear layers share: counts of ops, and the error that quantising alone makes."""
+"""What tests of 8-bit linear layers share: counts of ops, the error that quantising alone makes, small models."""
 
 from __future__ import annotations
 
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sage_kernels
@@ -44,6 +45,19 @@ def expected_error(x: torch.Tensor, *weights: torch.Tensor, format: str = "int8"
     parts = [rounding(x, sage_kernels.quantize_activation(x, format=format))]
     parts += [max(rounding(w, sage_kernels.quantize_weight(w, format=format)) for w in weights)] if weights else []
     return sum(part**2 for part in parts) ** 0.5
+
+
+@torch.no_grad()
+def run(model, inputs: dict) -> torch.Tensor:
+    """Output of a model of diffusers."""
+    return model(**inputs, return_dict=False)[0]
+
+
+def layers(seed: int = 0) -> nn.Sequential:
+    """A norm and two layers, with GELU between."""
+    torch.manual_seed(seed)
+    stack = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+    return stack.eval().requires_grad_(False)
 
 
 def set_least_work(model, work: int) -> None:

@@ -9,18 +9,13 @@ import torch
 from torch import nn
 
 import sage_processors as sp
-from tests.linears.counting import OpCounter, relative_error
+from tests.linears.counting import OpCounter, relative_error, run
 from tests.support.tiny_models import MODELS
 
 
 peft = pytest.importorskip("peft")
 
 QKV = ["to_q", "to_k", "to_v"]
-
-
-def flux():
-    model, inputs = MODELS["flux"]()
-    return model, lambda: {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
 
 
 def add_lora(model, name="style", scale=3.0, targets=QKV):
@@ -32,18 +27,13 @@ def add_lora(model, name="style", scale=3.0, targets=QKV):
     return model.eval().requires_grad_(False)
 
 
-def run(model, inputs):
-    with torch.no_grad():
-        return model(**inputs(), return_dict=False)[0]
-
-
 def quantize(model):
     return sp.quantize_linears(model, min_features=0)
 
 
 def test_lora_loaded_before_and_after_the_swap():
     for before in (True, False):
-        stock, inputs = flux()
+        stock, inputs = MODELS["flux"]()
         model = copy.deepcopy(stock)
         plain = run(stock, inputs)
         add_lora(stock)
@@ -68,7 +58,7 @@ def test_lora_loaded_before_and_after_the_swap():
 
 
 def test_fused_and_unfused_without_a_refresh():
-    stock, inputs = flux()
+    stock, inputs = MODELS["flux"]()
     model = copy.deepcopy(stock)
     for each in (stock, model):
         add_lora(each)

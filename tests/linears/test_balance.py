@@ -14,15 +14,10 @@ from sage_processors.evaluation.hard_linears import inject_channel_outliers
 from sage_processors.linears import balance
 from sage_processors.linears.weights.linear_state import linear_state
 from tests.linears.compiled.test_compile import Backend, compiled_ops
-from tests.linears.counting import OpCounter, relative_error
+from tests.linears.counting import OpCounter, relative_error, run
 from tests.linears.test_pipelines import draw, pipeline, psnr
 from tests.linears.test_qkv import Attention
 from tests.support.tiny_models import MODELS
-
-
-def run(model, inputs):
-    with torch.no_grad():
-        return model(**inputs, return_dict=False)[0]
 
 
 @pytest.fixture

@@ -4,20 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
 from torch.func import functional_call, functionalize, grad, jacrev, jvp, linearize, stack_module_state, vjp, vmap
 
 import sage_processors as sp
-from tests.linears.counting import relative_error
+from tests.linears.counting import layers, relative_error
 
 
 X = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
-
-
-def layers(seed=0):
-    torch.manual_seed(seed)
-    stack = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
-    return stack.eval().requires_grad_(False)
 
 
 OTHERS = [layers(seed) for seed in (1, 2)]

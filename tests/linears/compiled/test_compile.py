@@ -16,7 +16,7 @@ import sage_processors as sp
 from sage_kernels.compat import add_graph_pass
 from sage_processors.linears.compiled.graph_edits import is_call, is_own, written_by
 from sage_processors.linears.compiled.graph_fusion import fuse, fuse_in_compiled_code
-from tests.linears.counting import OpCounter, ops_of, relative_error
+from tests.linears.counting import OpCounter, ops_of, relative_error, run
 from tests.support.inductor import passes_alone
 from tests.support.tiny_models import MODELS
 
@@ -40,8 +40,7 @@ class Backend:
 def flux():
     torch._dynamo.reset()
     model, inputs = MODELS["flux"]()
-    with torch.no_grad():
-        return model, inputs, model(**inputs, return_dict=False)[0]
+    return model, inputs, run(model, inputs)
 
 
 def test_whole_models_are_one_graph_over_all_steps():

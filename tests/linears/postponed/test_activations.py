@@ -10,6 +10,7 @@ from torch import nn
 
 import sage_processors as sp
 from sage_processors.linears.postponed import activations
+from tests.linears.counting import relative_error
 
 
 pytestmark = pytest.mark.usefixtures("library_tests")
@@ -74,10 +75,6 @@ def fail(x):
     raise ZeroDivisionError
 
 
-def error(out, wanted) -> float:
-    return float((out - wanted).norm() / wanted.norm())
-
-
 @pytest.fixture
 def quantised(monkeypatch):
     """The tensors that were quantised."""
@@ -105,9 +102,9 @@ def test_layers_of_one_forward_quantise_it_once(quantised):
 def test_the_next_forward_may_find_other_numbers_in_the_same_tensor():
     net, stock, x = model(), model(), draw(1)
     with sp.quantize_linears(net, min_features=0):
-        assert error(net(x), stock(x)) < 0.02
+        assert relative_error(net(x), stock(x)) < 0.02
         write_uncounted(x)
-        assert error(net(x), stock(x)) < 0.02
+        assert relative_error(net(x), stock(x)) < 0.02
 
 
 @torch.no_grad()
@@ -118,7 +115,7 @@ def test_what_a_forward_left_that_raised_goes_with_the_next_one():
             net(x)
         net.between = None
         write_uncounted(x)
-        assert error(net(x), stock(x)) < 0.02
+        assert relative_error(net(x), stock(x)) < 0.02
 
 
 @torch.no_grad()
@@ -128,7 +125,7 @@ def test_a_part_that_is_compiled_may_write_within_a_forward():
     net.other = nn.Identity()
     net.other.compile(backend="eager")
     with sp.quantize_linears(net, min_features=0):
-        assert error(net(draw(1)), stock(draw(1))) < 0.02
+        assert relative_error(net(draw(1)), stock(draw(1))) < 0.02
 
 
 @torch.no_grad()
@@ -138,7 +135,7 @@ def test_results_that_wait_for_another_layer_leave_with_the_forward():
         net(x)
         write_uncounted(x)
         net.blocks[0].keys_alone = stock.blocks[0].keys_alone = True
-        assert error(net(x), stock(x)) < 0.02
+        assert relative_error(net(x), stock(x)) < 0.02
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ from sage_processors.linears.weights import replays, storage
 from sage_processors.linears.weights.linear_state import linear_state
 from sage_processors.linears.weights.storage import CODES
 from sage_processors.reporting.event_counter import EventCounter
-from tests.linears.counting import set_least_work
+from tests.linears.counting import relative_error, set_least_work
 
 
 pytestmark = pytest.mark.usefixtures("library_tests")
@@ -61,10 +61,6 @@ def draw(tokens: int, seed: int) -> torch.Tensor:
     return torch.randn(1, tokens, WIDTH, generator=torch.Generator().manual_seed(seed))
 
 
-def error(out, wanted) -> float:
-    return float((out - wanted).norm() / wanted.norm())
-
-
 def linears(net):
     return [m for m in net.modules() if linear_state(m) is not None]
 
@@ -86,13 +82,13 @@ def test_E25_what_is_captured_leaves_weights_where_and_as_they_are(capturing):
         net(x)  # short: nothing is known yet of what follows the layers
         before = [m._sage.storage.all_rows.codes.data_ptr() for m in linears(net)]
         capturing.append(True)
-        assert 1e-4 < error(net(x), stock(x)) < 0.05
+        assert 1e-4 < relative_error(net(x), stock(x)) < 0.05
         capturing.clear()
         set_least_work(net, 0)
         for block in net.blocks:
             state = block.proj._sage
             assert state.storage.is_fixed and not state.storage.in_turns
-        assert 1e-4 < error(net(x), stock(x)) < 0.05  # now a graph reads them
+        assert 1e-4 < relative_error(net(x), stock(x)) < 0.05  # now a graph reads them
         assert not any(block.proj._sage.storage.in_turns for block in net.blocks)
         assert [m._sage.storage.all_rows.codes.data_ptr() for m in linears(net)] == before
 
@@ -120,7 +116,7 @@ def test_E25_what_was_written_to_since_is_captured_in_16_bit(capturing, name, le
         swap.count_known_forwards()
         calls, *exact = (now - then for now, then in zip(state.events.numbers(), before, strict=True))
         assert calls == 0 and sum(exact) == 1
-        assert error(out, stock(x)) < 0.05
+        assert relative_error(out, stock(x)) < 0.05
 
 
 @torch.no_grad()
@@ -196,14 +192,14 @@ def test_E25_replays_and_eager_calls_after_short_ones_on_a_gpu():
         x, graph = short.clone(), torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             out = net(x)
-        assert 1e-3 < error(net(long), stock(long)) < 0.05  # before any replay
+        assert 1e-3 < relative_error(net(long), stock(long)) < 0.05  # before any replay
         for wanted in (short, other, short):
             x.copy_(wanted)
             graph.replay()
-            assert 1e-3 < error(out, stock(wanted)) < 0.05
+            assert 1e-3 < relative_error(out, stock(wanted)) < 0.05
             filler = [torch.full_like(m._buffers[CODES], 77) for m in linears(net) if CODES in m._buffers]
             del filler  # whatever was let go is somebody else's by now
-        assert 1e-3 < error(net(long), stock(long)) < 0.05
+        assert 1e-3 < relative_error(net(long), stock(long)) < 0.05
 
 
 def replayed(net, times: int, kind: int = 0) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 
 import sage_processors as sp
 from sage_processors.linears.weights import linear_state as weights
-from tests.linears.counting import relative_error
+from tests.linears.counting import relative_error, run
 from tests.support.tiny_models import MODELS
 
 
@@ -20,13 +20,7 @@ accelerate = pytest.importorskip("accelerate")
 @pytest.fixture
 def flux():
     model, inputs = MODELS["flux"]()
-    with torch.no_grad():
-        return model, inputs, model(**inputs, return_dict=False)[0]
-
-
-def run(model, inputs):
-    with torch.no_grad():
-        return model(**inputs, return_dict=False)[0]
+    return model, inputs, run(model, inputs)
 
 
 def quantize(model, **options):

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune, spectral_norm, weight_norm
 
 import sage_processors as sp
-from tests.linears.counting import relative_error
+from tests.linears.counting import layers, relative_error
 
 
 class Doubled(nn.Module):
@@ -47,12 +47,6 @@ CHANGES = {
     "no_bias": (lambda layers: setattr(layers[1], "bias", None), True),
     "widened": (widened, False),
 }
-
-
-def layers():
-    torch.manual_seed(0)
-    stack = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
-    return stack.eval().requires_grad_(False)
 
 
 def changed(name, stack):
