@@ -73,9 +73,10 @@ register()
 
 
 def _meet_transformers() -> None:
-    """Import language/attention.py, which registers our attention names with transformers."""
+    """Register our attention names with transformers, and let its continuous batching run them."""
     try:
         importlib.import_module(f"{__name__}.language.attention")
+        importlib.import_module(f"{__name__}.language.generation.batching")
     except ImportError as error:  # an unknown version of transformers must still be importable beside this package
         logging.getLogger(__name__).warning("INT8 attention is not available in this transformers: %s", error)
 
