@@ -41,11 +41,11 @@ class Clock:
         """Do nothing."""
 
 
-def make_model(tiny: bool, device: torch.device, dtype: torch.dtype) -> Any:
-    """Return a model of Llama 3.1 8B's shape with random weights, or a tiny one."""
+def make_model(tiny: bool, device: torch.device, dtype: torch.dtype, layers: int = 32) -> Any:
+    """Return a model of Llama 3.1 8B's shape with random weights, with this many layers, or a tiny one."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    shape = dict(vocab_size=128_256, hidden_size=4096, intermediate_size=14_336, num_hidden_layers=32)
+    shape = dict(vocab_size=128_256, hidden_size=4096, intermediate_size=14_336, num_hidden_layers=layers)
     shape |= dict(num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=131_072)
     if tiny:
         shape |= dict(vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=2)

@@ -65,10 +65,14 @@ def _with_tables(resolve: Any) -> Any:
     ) -> Any:
         found = resolve(config, cb_config, workload_hints, *rest, **kwargs)
         asked, kinds = cb_config.max_blocks_per_request, getattr(config, "layer_types", None)
-        slides = getattr(config, "sliding_window", None) is not None if kinds is None else set(kinds) != {"full_attention"}
+        slides = (
+            getattr(config, "sliding_window", None) is not None if kinds is None else set(kinds) != {"full_attention"}
+        )
         if _implementation_of(config) is not None and asked != 0 and not slides:
             size = getattr(found, "page_size", None) or found.block_size
-            longest = 0 if workload_hints is None else workload_hints.max_prompt_length + workload_hints.max_generated_length
+            longest = (
+                0 if workload_hints is None else workload_hints.max_prompt_length + workload_hints.max_generated_length
+            )
             found.max_blocks_per_request = asked or (ceil(longest / size) + 1 if longest else FALLBACK_PAGES)
         return found
 
@@ -117,7 +121,9 @@ def _attend(
     if getattr(module, "is_kv_shared_layer", False):
         raise _refusal(label, "a layer that reads the keys of another one")
     if value.shape[-1] != key.shape[-1] or key.shape[-1] != cache.int8_head_dim:
-        raise _refusal(label, f"head_dims {key.shape[-1]} and {value.shape[-1]}, where pages hold {cache.int8_head_dim}")
+        raise _refusal(
+            label, f"head_dims {key.shape[-1]} and {value.shape[-1]}, where pages hold {cache.int8_head_dim}"
+        )
     if attention_mask is not None or dropout or any(step.get(name) is not None for name in _NOT_TAKEN):
         raise _refusal(label, "a mask, dropout, position bias or output_attentions")
     if (sliding_window is not None) != (cache.layer(number).window is not None):

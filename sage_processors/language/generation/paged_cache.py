@@ -67,7 +67,12 @@ class Int8PagedCache(PagedAttentionCache):
             window = getattr(self.config, "sliding_window", None)
             if hasattr(self, "layer_to_allocator"):  # transformers 5.18 and newer
                 own = self.layer_to_allocator[number]
-                memory, group, kind, sentinel = own._kv_page_views[number], own.index, own.layer_type, own.sentinel_index
+                memory, group, kind, sentinel = (
+                    own._kv_page_views[number],
+                    own.index,
+                    own.layer_type,
+                    own.sentinel_index,
+                )
             elif hasattr(self, "layer_index_to_group_indices"):  # 5.17
                 group, place = self.layer_index_to_group_indices[number]
                 kind = "full_attention" if self.sliding_windows[number] == 1 else "sliding_attention"

@@ -78,7 +78,9 @@ def test_append_by_table_writes_each_sequences_last_token_alone(kernel_device):
     from sage_kernels._triton.decode.paged import launch_append_pages
 
     table = torch.tensor([[2, 0, -1], [3, -1, -1], [1, -1, -1], [-1, -1, -1], [1, 2, 3]], dtype=torch.int32)
-    ends = torch.tensor([17, 1, 0, 3, 49]).cumsum(0).int()  # the third is padding, the fourth has no page, the last no room
+    ends = (
+        torch.tensor([17, 1, 0, 3, 49]).cumsum(0).int()
+    )  # the third is padding, the fourth has no page, the last no room
     ends = torch.cat([torch.zeros(1, dtype=torch.int32), ends])
     k = torch.randn(5, 2, 64, generator=torch.Generator().manual_seed(2)).half()
     want = empty(4, 2, 64)
@@ -148,11 +150,9 @@ def test_no_sequence_reaches_another(tier, monkeypatch):
     assert small.isnan().all()
 
 
-def test_C02_pages_against_exact_attention(tier):
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_C02_pages_against_exact_attention(device):
     """The cache's rounding is all: 43 dB for K and V of even channels (see test_decode), less what no centre costs."""
-    device = torch.device("cuda" if tier == "cuda" else "cpu")
-    if tier == "interpreter":
-        pytest.skip("the kernel is held against the reference above")
     lengths = (150, 33)
     pages, table, ends, tokens = filled(lengths, 2, 64, family="normal")
     q = torch.randn(2, 8, 64, generator=torch.Generator().manual_seed(9)).half()

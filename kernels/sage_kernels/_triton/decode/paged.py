@@ -192,7 +192,9 @@ def _combine_pages_kernel(partial_ptr, lse_ptr, ends_ptr, out_ptr, chunk, splits
     b = tl.program_id(0) // HEADS
     number = tl.maximum(tl.load(ends_ptr + b + 1) - tl.load(ends_ptr + b), 0)
     used = tl.minimum(tl.cdiv(number, chunk), splits)
-    _combine_kernel(partial_ptr, lse_ptr, out_ptr, lse_ptr, used, all_rows, HEAD_DIM, WIDTH, BLOCK_S, WIDTH, False, False)
+    _combine_kernel(
+        partial_ptr, lse_ptr, out_ptr, lse_ptr, used, all_rows, HEAD_DIM, WIDTH, BLOCK_S, WIDTH, False, False
+    )
 
 
 def _heads_and_strides(pages) -> tuple[dict, tuple[int, int]]:
