@@ -3,11 +3,11 @@
     python kernels/benchmarks/bench_batching.py --layers 32
     python kernels/benchmarks/bench_batching.py --tiny --device cpu --no-save
 
-64 prompts of 100 to 4,000 random tokens, Llama 3.1 8B's shape with random weights. A server is started for each provider,
-and serves all prompts twice, with other prompts each time; the second time counts, from the first prompt handed in to the
-last token. Stock runs transformers' paged cache with SDPA, and with PyTorch's flash attention for packed sequences, from
-CUDA graphs. Rows of suite generate, case batching_llama8b_l{layers}_{prompts}x{longest}: tokens_per_second of new tokens,
-ratio_vs_cudnn against the fastest stock of the run, and kv_bytes of one cache.
+64 prompts of 100 to 4,000 random tokens, Llama 3.1 8B's shape with random weights. A server is started for each
+provider, and serves twice, with other prompts each time; the second time counts, from the first prompt handed in to
+the last token. Stock runs transformers' paged cache with SDPA, and with PyTorch's flash attention for packed
+sequences, from CUDA graphs. Rows of suite generate, case batching_llama8b_l{layers}_{prompts}x{longest}:
+tokens_per_second of new tokens, ratio_vs_cudnn against the fastest stock of the run, and kv_bytes of one cache.
 """
 
 from __future__ import annotations
@@ -123,7 +123,8 @@ def main(arguments: list[str] | None = None) -> int:
     device = torch.device(options.device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model = make_model(options.tiny, device, dtype, layers=2 if options.tiny else options.layers)
-    name = f"batching_llama8b_l{model.config.num_hidden_layers}_{options.prompts}x{options.longest}{'/tiny' * options.tiny}"
+    name = f"batching_llama8b_l{model.config.num_hidden_layers}_{options.prompts}x{options.longest}"
+    name += "/tiny" * options.tiny
     rates, texts, failed = {}, {}, 0
     for provider in options.providers:
         try:

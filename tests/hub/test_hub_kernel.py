@@ -20,7 +20,7 @@ from tests.support.repository import ROOT
 
 
 MAKE = ROOT / "kernels" / "hub" / "make.py"
-REPOSITORY = "me/sage-int8-attention"
+REPOSITORY = "me/sage-int8-flash2"
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def test_P64_all_that_it_imports_is_in_it(repository):
 
 
 def test_P64_kernels_are_the_sources_of_this_checkout(repository):
-    for variant in ("build/torch-cuda", "build/torch-cpu", "torch-ext/sage_int8_attention"):
+    for variant in ("build/torch-cuda", "build/torch-cpu", "torch-ext/sage_int8_flash2"):
         copied = repository / variant / "sage_kernels" / "_triton" / "attention" / "kernel.py"
         assert copied.read_bytes() == (ROOT / "kernels/sage_kernels/_triton/attention/kernel.py").read_bytes()
     names = {path.name for path in (repository / "build/torch-cpu/sage_kernels").iterdir()}
@@ -73,7 +73,7 @@ def test_P64_kernels_are_the_sources_of_this_checkout(repository):
 def test_P64_its_ops_are_its_own_beside_ours(kernel):
     q, k, v = (torch.randn(1, 20, 2, 32) for _ in range(3))
     assert torch.equal(kernel.sage_attention(q, k, v), sage_kernels.sage_attention(q, k, v))
-    space = next(name for name in dir(torch.ops) if name.startswith("sage_int8_attention_"))
+    space = next(name for name in dir(torch.ops) if name.startswith("sage_int8_flash2_"))
     assert all(hasattr(getattr(torch.ops, space), name) for name in ("attention_lse", "attention_varlen"))
     compiled = torch.compile(kernel.flash_attn_func, backend="aot_eager", fullgraph=True)
     assert torch.equal(compiled(q, k, v, causal=True), sage_kernels.sage_attention(q, k, v, causal=True))
@@ -122,6 +122,25 @@ def test_P64_a_batch_has_flash_attentions_meaning(kernel):
     exact, exact_lse = exact_attention(q, k, v, mask=torch.ones(5, 9, dtype=torch.bool).tril(4))
     assert relative_l2(out, exact) < 0.03 and torch.allclose(lse.transpose(1, 2).double(), exact_lse, atol=0.05)
     assert torch.equal(kernel.flash_attn_func(q, k, v, causal=True), out)
+
+
+def test_P64_a_paged_cache_has_flash_attentions_meaning(kernel):
+    generator = torch.Generator().manual_seed(0)
+    k_cache, v_cache = (torch.randn(6, 4, 2, 32, generator=generator) for _ in range(2))
+    k, v, q = (torch.randn(3, 1, heads, 32, generator=generator) for heads in (2, 2, 4))
+    table = torch.tensor([[3, 0, -1], [5, 1, 2], [-1, -1, -1]], dtype=torch.int32)
+    before, lengths = k_cache.clone(), torch.tensor([4, 9, -1], dtype=torch.int32)
+    for window in (-1, 3):
+        out = kernel.flash_attn_with_kvcache(
+            q, k_cache, v_cache, k, v, cache_seqlens=lengths, block_table=table, window_size=(window, window)
+        )
+        assert (out[2] == 0).all()
+        for b, number in ((0, 5), (1, 10)):
+            first = 0 if window < 0 else number - 1 - window
+            own = [x[table[b].long()].flatten(0, 1)[None, first:number] for x in (k_cache, v_cache)]
+            assert torch.equal(own[0][0, -1], k[b, 0])
+            assert relative_l2(out[b : b + 1], exact_attention(q[b : b + 1], *own)[0]) < 0.03
+    assert (before != k_cache).any((2, 3)).nonzero().tolist() == [[0, 0], [2, 1]]  # page and place of the new tokens
 
 
 @pytest.mark.parametrize(
@@ -207,7 +226,7 @@ model.set_attn_implementation("eager")
 stock = logits()
 model.set_attn_implementation({REPOSITORY!r}, allow_all_kernels=True)
 calls = []
-kernel = next(m for n, m in list(sys.modules.items()) if n.startswith("_sage_int8_attention_c") and "." not in n)
+kernel = next(m for n, m in list(sys.modules.items()) if n.startswith("_sage_int8_flash2_c") and "." not in n)
 flash = sys.modules[kernel.__name__ + ".flash"]
 for name in ("sage_attention", "sage_attention_varlen"):
     whole = getattr(flash, name)

@@ -1,7 +1,7 @@
 """The ops of INT8 pages: quantise tokens into pages, read them back, and attend by block tables.
 
-Everything that varies between steps of a server (lengths, tables, slots) is read on the device, so that a CUDA graph can
-hold a step.
+Everything that varies between steps of a server (lengths, tables, slots) is read on the device, so that a CUDA graph
+can hold a step.
 """
 
 from __future__ import annotations

@@ -45,9 +45,9 @@ def ref_paged_attention(
             out[b] = torch.nan
         elif number > 0:
             own = table[b, : -(-number // size)].long()
-            cache = [x[own].flatten(0, 1)[None, :number].transpose(1, 2) for x in pages]
+            k, k_scale, v, v_scale = (x[own].flatten(0, 1)[None, :number].transpose(1, 2) for x in pages)
             found, _ = ref_decode_attention(
-                q[b][None, None], *cache, None, None, masking=masking, scale=scale, round_p=round_p
+                q[b][None, None], k, k_scale, v, v_scale, None, None, masking=masking, scale=scale, round_p=round_p
             )
             out[b] = found[0, 0]
     return out

@@ -1,8 +1,8 @@
 """INT8 attention and an INT8 paged cache in transformers' continuous batching (`model.generate_batch`).
 
-transformers lets a server run its own implementations alone, of which only those with "flash" in their name go without
-masks. While a server runs, a model with one of our names therefore has a second one, and its cache is an Int8PagedCache.
-The server puts the first name back when it stops.
+transformers lets a server run its own implementations alone, of which only those with "flash" in their name go
+without masks. While a server runs, a model with one of our names therefore has a second name, and its cache is an
+Int8PagedCache. The server puts the first name back when it stops.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ def batch_in_int8() -> None:
     api.PagedAttentionCache = _cache_maker(api.PagedAttentionCache)
     api.resolve_continuous_batching_config = _with_tables(api.resolve_continuous_batching_config)
     manager.switch_to_cb_friendly_attn = _with_our_names(manager.switch_to_cb_friendly_attn)
+    manager._create_batch_processor = _with_refusals(manager._create_batch_processor)
 
 
 def _implementation_of(config: Any) -> Implementation | None:
@@ -56,8 +57,20 @@ def _cache_maker(stock: Any) -> Any:
     return make
 
 
+def _with_refusals(create: Any) -> Any:
+    @functools.wraps(create)
+    def _create_batch_processor(self: Any) -> Any:
+        before, processor = getattr(self, "batch_processor", None), create(self)
+        refuse = getattr(processor.cache, "refuse_beyond_pages", None)
+        if refuse is not None and processor is not before:
+            refuse(processor.scheduler)
+        return processor
+
+    return _create_batch_processor
+
+
 def _with_tables(resolve: Any) -> Any:
-    """Wrap the choice of a server's settings: our attention reads block tables, which only flash 2 and 3 may in stock."""
+    """Wrap the choice of a server's settings: in stock, only flash 2 and 3 get block tables."""
 
     @functools.wraps(resolve)
     def resolve_continuous_batching_config(
@@ -95,7 +108,7 @@ def _with_our_names(switch: Any) -> Any:
     return switch_to_cb_friendly_attn
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@torch.compiler.disable
 def _attend(
     implementation: Implementation,
     module: Any,

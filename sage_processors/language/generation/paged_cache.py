@@ -1,8 +1,8 @@
 """INT8 paged KV cache for transformers' continuous batching.
 
-transformers' own cache keeps its pages as bytes, and hands out, shares, copies and offloads whole pages of a fixed number
-of bytes per token and head. Here that number is D + 2, for INT8 codes and a bf16 scale. How the bytes of a page are used
-is nobody's business but ours: see sage_kernels/facts/paged.py.
+transformers' own cache hands out, shares, copies and offloads whole pages of a fixed number of bytes per token and
+head. Here that number is D + 2, for INT8 codes and a bf16 scale. How the bytes of a page are used is decided in
+sage_kernels/facts/paged.py.
 """
 
 from __future__ import annotations
@@ -35,18 +35,17 @@ class Layer(NamedTuple):
 class Int8PagedCache(PagedAttentionCache):
     """Paged cache of INT8 codes with a bf16 scale per token and head, made by `generate_batch` with our attention.
 
-    Keys are rotated by a Hadamard matrix before they are quantised, and queries with them. A token's codes depend on that
-    token alone, so a prefix has the same pages in all sequences.
+    Keys are rotated by a Hadamard matrix before they are quantised, and queries with them. A token's codes depend on
+    that token alone, so a prefix has the same pages in all sequences.
 
     Args: as of transformers' PagedAttentionCache, by name.
-    Raises: NotImplementedError for a model or page size that INT8 pages can't hold, or an unknown version of transformers.
+    Raises: NotImplementedError for a model, a page size or a version of transformers that INT8 pages don't fit.
     """
 
     def __init__(self, *, config: Any, continuous_batching_config: Any, dtype: torch.dtype, **others: Any) -> None:
-        size = getattr(continuous_batching_config, "page_size", None)
-        size = getattr(continuous_batching_config, "block_size", None) if size is None else size  # before 5.18
+        name = "page_size" if hasattr(continuous_batching_config, "page_size") else "block_size"  # before 5.18
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        check_pages(head_dim, size, torch.device(others["device"]))
+        check_pages(head_dim, getattr(continuous_batching_config, name), torch.device(others["device"]))
         narrow, settings = copy.copy(config), copy.copy(continuous_batching_config)
         narrow.head_dim = head_dim + SCALE_BYTES
         if settings.num_blocks is None and settings.max_memory_percent is not None:
@@ -60,6 +59,28 @@ class Int8PagedCache(PagedAttentionCache):
         if hasattr(self, "cache_tensor"):
             return self.cache_tensor.nbytes
         return sum(x.nbytes for x in (*self.key_cache, *self.value_cache))
+
+    def refuse_beyond_pages(self, scheduler: Any) -> None:
+        """Let a server's scheduler refuse a request that would not fit even alone, where the server would stop."""
+        if hasattr(self, "layer_to_allocator"):
+            from transformers.generation.continuous_batching.model_runner import infer_max_single_request_tokens
+
+            longest = infer_max_single_request_tokens(self)
+        else:
+            fits = (n for n in range(self.num_blocks, 0, -1) if self.blocks_needed(n, 0) <= self.num_blocks)
+            longest = next(fits, 0) * self.block_size
+        add = scheduler.add_waiting_request
+
+        def add_waiting_request(state: Any) -> None:
+            wanted = len(state.initial_tokens) + max(state.max_new_tokens or 1, 1) - 1
+            if wanted > longest:
+                raise ValueError(
+                    f"{state.request_id}: got {len(state.initial_tokens)} tokens and {state.max_new_tokens} new ones, "
+                    f"expected at most {longest + 1} together, which is what all pages hold; raise num_blocks"
+                )
+            add(state)
+
+        scheduler.add_waiting_request = add_waiting_request
 
     def layer(self, number: int) -> Layer:
         """Return the pages of a layer, as views, and what a step needs to know of it."""
@@ -81,14 +102,14 @@ class Int8PagedCache(PagedAttentionCache):
                 sentinel = self.sentinel_index
             else:
                 raise NotImplementedError(
-                    "generate_batch: got a version of transformers whose paged cache is unknown, expected 5.17 to 5.24; "
-                    'use model.set_attn_implementation("sdpa") for it'
+                    "generate_batch: got a transformers whose paged cache is unknown, expected 5.17 to 5.24; use "
+                    'model.set_attn_implementation("sdpa") for it'
                 )
             window = window if kind == "sliding_attention" else None
             self._layers[number] = Layer(paged_kv(*memory), group, kind, window, sentinel)
         return self._layers[number]
 
-    def update(self, key_states: Any, value_states: Any, layer_idx: int, kwargs: Any = None, **_: Any) -> Any:  # type: ignore[override]
+    def update(self, key_states: Any, value_states: Any, layer_idx: int, kwargs: Any = None, **_: Any) -> Any:
         """Leave keys and values as they are, and tell attention whose they are: `attend` stores them."""
         if kwargs is not None:
             kwargs[LAYER] = self, layer_idx
@@ -120,7 +141,7 @@ class Int8PagedCache(PagedAttentionCache):
         q, k, v = q[0], k[0], value[0].transpose(0, 1)
         k_ends = step["cu_seq_lens_k"]
         k_ends = (k_ends[layer.kind] if isinstance(k_ends, dict) else k_ends).to(torch.int32)
-        options = {"scale": scale, "softcap": softcap, "sinks": sinks}
+        options: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks}
         if step.get("block_table") is not None:  # one new token in each sequence
             table, k_ends = step["block_table"][layer.group], k_ends[: q.shape[0] + 1]
             append_pages(k, v, layer.pages, table=table, ends=k_ends)
@@ -142,9 +163,9 @@ class Int8PagedCache(PagedAttentionCache):
         new = _rounded(k, v)
         if read.numel():  # before the new tokens overwrite those that have left the window
             old, is_new = read_pages(layer.pages, read, k.dtype), (read == layer.sentinel)[:, None, None]
-            new = tuple(x.masked_scatter(is_new, y) for x, y in zip(old, new, strict=True))
+            new = old[0].masked_scatter(is_new, new[0]), old[1].masked_scatter(is_new, new[1])
         append_pages(k, v, layer.pages, slots=write)
-        return new[0], new[1]
+        return new
 
 
 def _rounded(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

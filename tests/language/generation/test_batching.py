@@ -1,4 +1,4 @@
-"""Continuous batching over an INT8 paged cache: each text is that of its prompt alone, whatever else the server does."""
+"""Continuous batching over an INT8 paged cache: a text is that of its prompt alone, whatever else the server does."""
 
 from __future__ import annotations
 
@@ -124,8 +124,11 @@ def test_without_enough_pages_requests_wait_and_one_too_long_is_refused_alone(ll
     inputs = prompts(60, 30, 50, 44)
     want = texts(serve(llama, inputs))
     assert texts(serve(llama, inputs, num_blocks=6)) == want  # 96 tokens for 184 and what they add
-    outputs = serve(llama, [inputs[1], prompts(200)[0], inputs[2]], num_blocks=6)
-    assert [x.generated_tokens for x in outputs if x.error is None] == [want[1], want[2]]
+    long, all_pages = prompts(200, 96 - NEW + 1)
+    outputs = serve(llama, [inputs[1], long, inputs[2], all_pages], num_blocks=6)
+    assert [x.error is None for x in outputs] == [True, False, True, True]
+    assert "got 200 tokens and 6 new ones, expected at most 97" in outputs[1].error
+    assert [outputs[0].generated_tokens, outputs[2].generated_tokens] == want[1:3]
 
 
 def test_a_step_that_fails_ends_its_requests_and_no_later_ones(llama, monkeypatch):
@@ -179,9 +182,9 @@ def test_requests_come_and_go_while_others_run(llama):
 
 
 def test_what_pages_cannot_hold_is_refused_before_a_step(llama):
-    odd = make(head_dim=15, hidden_size=60)
+    odd = make(head_dim=258)
     odd.config._attn_implementation = "sage_int8"
-    with pytest.raises(NotImplementedError, match="head_dim: got 15"):
+    with pytest.raises(NotImplementedError, match="head_dim: got 258"):
         odd.init_continuous_batching(GenerationConfig(eos_token_id=-1), settings())._create_batch_processor()
     texts(serve(llama, prompts(3)))  # registers the name
     llama.config._attn_implementation = "sage_int8" + PAGED

@@ -1,7 +1,7 @@
 """INT8 pages of keys and values: append tokens, read them back, and decode attention by block tables.
 
 Attention is that of kernel.py with another way to a tile of keys: all keys of a tile lie in one page. The keys of a
-sequence are split into chunks of a fixed length, so that long sequences take more programs than short ones, and so that no
+sequence are split into chunks of a fixed length, so that long sequences take more programs than short ones, and no
 result depends on the number of sequences.
 """
 
@@ -87,9 +87,9 @@ def _read_pages_kernel(
 
 
 @triton.jit
-def _load_page_tile(tile, n_keys, table, k_codes, k_scales, v_words, v_scales, stride_page, stride_scale_page, page_size,
-                    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr,
-                    MASKED: tl.constexpr):  # fmt: skip
+def _load_page_tile(tile, n_keys, table, k_codes, k_scales, v_words, v_scales, stride_page, stride_scale_page,
+                    page_size, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
+                    BLOCK_N: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
     """Load codes and scales of a key tile from the page that holds it; pointers are at this head."""
     first = tile * BLOCK_N
     page = tl.load(table + first // page_size).to(tl.int64)
@@ -109,8 +109,9 @@ def _load_page_tile(tile, n_keys, table, k_codes, k_scales, v_words, v_scales, s
 @triton.jit(do_not_specialize=["columns", "page_size", "chunk_tiles", "splits", "all_rows"])
 def _paged_attention_kernel(
     q_ptr, k_codes_ptr, k_scale_ptr, v_words_ptr, v_scale_ptr, table_ptr, ends_ptr, sinks_ptr, out_ptr, lse_ptr,
-    stride_qb, stride_qh, stride_page, stride_scale_page, stride_table, columns, page_size, chunk_tiles, splits, all_rows,
-    softcap, softmax_scale, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
+    stride_qb, stride_qh, stride_page, stride_scale_page, stride_table, columns, page_size, chunk_tiles, splits,
+    all_rows, softcap, softmax_scale,
+    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
     ROW_TILES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
     SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, PARTIAL: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
@@ -268,7 +269,8 @@ def launch_paged_attention(q, pages, table, ends, *, softcap: float, sinks, scal
         )  # fmt: skip
         if splits > 1:
             launch(
-                _combine_pages_kernel, batch * heads, target, lse, ends, out, chunk, splits, batch * heads, HEADS=heads,
-                HEAD_DIM=head_dim, WIDTH=head_width(head_dim), BLOCK_S=16, num_warps=4, enable_fp_fusion=False,
+                _combine_pages_kernel, batch * heads, target, lse, ends, out, chunk, splits, batch * heads,
+                HEADS=heads, HEAD_DIM=head_dim, WIDTH=head_width(head_dim), BLOCK_S=16, num_warps=4,
+                enable_fp_fusion=False,
             )  # fmt: skip
     return out

@@ -1,4 +1,4 @@
-"""INT8 attention with FlashAttention's interface: two functions that libraries look for in a kernel."""
+"""INT8 attention with FlashAttention's interface: the functions that libraries look for in a kernel."""
 
 from __future__ import annotations
 
@@ -92,6 +92,53 @@ def flash_attn_func(
     options |= {"recipe": recipe, "scaling": scaling, "scale": softmax_scale, "return_lse": return_attn_probs}
     result = sage_attention(q, k, v, **options)
     return (result[0], result[1].transpose(1, 2).contiguous(), None) if return_attn_probs else result
+
+
+def flash_attn_with_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    cache_seqlens: torch.Tensor,
+    block_table: torch.Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = True,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    s_aux: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Write one new token of each sequence into a paged 16-bit cache, and attend from it to its sequence.
+
+    Copies the pages of all sequences at every call. Reads no value on the host, so CUDA graphs can hold it.
+
+    Args:
+        q: [B, 1, H, D].
+        k_cache, v_cache: [pages, page size, H_kv, D], written.
+        k, v: [B, 1, H_kv, D], the new tokens.
+        cache_seqlens: int32 [B], tokens before the new one. Negative for padding behind the others; its rows are 0.
+        block_table: int32 [B, M], the pages of each sequence in order.
+        softmax_scale, causal, window_size, softcap, s_aux: as in `flash_attn_varlen_func`.
+    Returns: [B, 1, H, D].
+    """
+    if k.shape[1] != 1 or q.shape[1] != 1:
+        raise NotImplementedError(f"q, k: got {q.shape[1]} and {k.shape[1]} tokens a sequence, expected 1")
+    size, table, last = k_cache.shape[1], block_table.long().clamp_min(0), cache_seqlens.long()
+    # a padding sequence does again what the first one does, so that no two write different values in one place
+    row = torch.where(last >= 0, torch.arange(len(last), device=q.device), 0)
+    written = last[row].clamp_min(0)
+    page, place = table[row].gather(1, written[:, None] // size)[:, 0], written % size
+    for cache, new in ((k_cache, k), (v_cache, v)):
+        cache[page, place] = torch.where((last[row] >= 0)[:, None, None], new[row, 0], cache[page, place])
+    keys = torch.arange(table.shape[1] * size, device=q.device)
+    seen = keys <= last[:, None]
+    seen = seen if window_size[0] < 0 else seen & (keys >= last[:, None] - window_size[0])
+    keys_of, values_of = (cache[table].flatten(1, 2) for cache in (k_cache, v_cache))
+    return sage_attention(
+        q, keys_of, values_of, attn_mask=seen[:, None, None], scale=softmax_scale, softcap=softcap, sinks=s_aux,
+        scaling="per_token",
+    )  # fmt: skip
 
 
 def _refuse(dropout_p: float, alibi_slopes: Any) -> None:
