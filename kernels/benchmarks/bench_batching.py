@@ -156,7 +156,7 @@ def main(arguments: list[str] | None = None) -> int:
                   "head_dim": model.config.head_dim, "causal": True}  # fmt: skip
         ratio = {"ratio_vs_cudnn": f"{rate / max(stock):.3f}"} if stock else {}
         append_row(options.csv, **shared, **ratio, metric="tokens_per_second", unit="1", median=f"{rate:.1f}")
-        append_row(options.csv, **shared, metric="kv_bytes", unit="GiB", median=f"{held / 2**30:.4f}")
+        append_row(options.csv, **shared, metric="kv_bytes", unit="B", median=held)
     return int(failed > 0)
 
 

@@ -95,9 +95,9 @@ def paged_attention(
     sinks: torch.Tensor | None = None,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """Attention of the last token of each of many sequences over its INT8 pages, without a dequantised copy.
+    """Attention of the last token of each sequence over its INT8 pages.
 
-    No bit of a sequence's result depends on another sequence, nor on how many there are.
+    No dequantised copy is made. No bit of a sequence's result depends on another one, nor on how many there are.
 
     Args:
         q: [B, H, D] fp16, bf16 or fp32, any strides, the last one 1; H_kv divides H.

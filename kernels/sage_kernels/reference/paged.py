@@ -19,7 +19,7 @@ def ref_append_pages(k, v, pages: PagedKV, slots: torch.Tensor) -> None:
 
 
 def ref_newest_slots(pages: PagedKV, table: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Return the slot int64 [B] of each sequence's last token; -1 for a sequence without tokens or without a page."""
+    """Return the slot int64 [B] of each sequence's last token; -1 where it has no token or no page."""
     size = pages.k_codes.shape[1]
     last = ends[1:].long() - ends[:-1] - 1
     inside = (last >= 0) & (last < table.shape[1] * size)
@@ -29,7 +29,7 @@ def ref_newest_slots(pages: PagedKV, table: torch.Tensor, ends: torch.Tensor) ->
 
 
 def ref_read_pages(pages: PagedKV, slots: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the keys and values [N, H_kv, D] that slots int64 [N] hold: code times scale, rounded to dtype once."""
+    """Return keys and values [N, H_kv, D] of slots int64 [N]: code times scale, rounded once."""
     page, token = slots // pages.k_codes.shape[1], slots % pages.k_codes.shape[1]
     k_codes, k_scale, v_codes, v_scale = (x[page, token].float() for x in pages)
     return (k_codes * k_scale[..., None]).to(dtype), (v_codes * v_scale[..., None]).to(dtype)
@@ -38,7 +38,7 @@ def ref_read_pages(pages: PagedKV, slots: torch.Tensor, dtype: torch.dtype) -> t
 def ref_paged_attention(
     q, pages: PagedKV, table, ends, *, masking: Masking, scale: float, round_p: bool = True
 ) -> torch.Tensor:
-    """Attention of one query a sequence over its pages. Arguments and result as of `paged_attention`, unchecked."""
+    """Attention of one query a sequence over its pages. Unchecked arguments of `paged_attention`."""
     out, size = torch.zeros(q.shape, dtype=q.dtype, device=q.device), pages.k_codes.shape[1]
     for b, number in enumerate((ends[1:] - ends[:-1]).tolist()):
         if number > table.shape[1] * size:

@@ -1,4 +1,4 @@
-"""INT8 attention and an INT8 paged cache in transformers' continuous batching (`model.generate_batch`).
+"""INT8 attention over an INT8 paged cache in transformers' continuous batching (generate_batch).
 
 transformers lets a server run its own implementations alone, of which only those with "flash" in their name go
 without masks. While a server runs, a model with one of our names therefore has a second name, and its cache is an

@@ -23,7 +23,13 @@ MEMORY_SHARE = 0.9  # of the memory that transformers would take; it counts acti
 
 
 class Layer(NamedTuple):
-    """Pages of one layer; where it finds its indices and lengths among a step's; its sliding window or None."""
+    """Pages of one layer, and the layer's place in what a step is given.
+
+    Attributes:
+        group, kind: where its indices, and its lengths, are.
+        window: its sliding window, or None.
+        sentinel: the slot number that stands for a new token among those to read.
+    """
 
     pages: PagedKV
     group: int
@@ -33,7 +39,9 @@ class Layer(NamedTuple):
 
 
 class Int8PagedCache(PagedAttentionCache):
-    """Paged cache of INT8 codes with a bf16 scale per token and head, made by `generate_batch` with our attention.
+    """Paged cache of INT8 codes with a bf16 scale per token and head.
+
+    `generate_batch` makes it for a model with one of our names.
 
     Keys are rotated by a Hadamard matrix before they are quantised, and queries with them. A token's codes depend on
     that token alone, so a prefix has the same pages in all sequences.
@@ -61,7 +69,10 @@ class Int8PagedCache(PagedAttentionCache):
         return sum(x.nbytes for x in (*self.key_cache, *self.value_cache))
 
     def refuse_beyond_pages(self, scheduler: Any) -> None:
-        """Let a server's scheduler refuse a request that would not fit even alone, where the server would stop."""
+        """Let a scheduler refuse a request that would not fit even alone.
+
+        transformers' own would stop the server, and all requests with it.
+        """
         if hasattr(self, "layer_to_allocator"):
             from transformers.generation.continuous_batching.model_runner import infer_max_single_request_tokens
 
@@ -156,7 +167,7 @@ class Int8PagedCache(PagedAttentionCache):
     def _stored(
         self, layer: Layer, k: torch.Tensor, v: torch.Tensor, read: torch.Tensor, write: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store new tokens, and return all keys and values of the step's sequences as their codes say, dequantised."""
+        """Store new tokens, and return all keys and values of a step's sequences, dequantised."""
         if layer.window is None:
             append_pages(k, v, layer.pages, slots=write)
             return read_pages(layer.pages, read if read.numel() else write, k.dtype)
