@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from transformers.modeling_utils import AttentionInterface
 
+from sage_kernels.facts import crossover
+
 from ...unsupported import UnsupportedAttentionError
 from ..choice import configs_of
 from ..names import IMPLEMENTATIONS, Implementation
@@ -99,10 +101,15 @@ def _with_our_names(switch: Any) -> Any:
         implementation = IMPLEMENTATIONS.get(name)
         if implementation is None:
             return switch(self, model, *args, **kwargs)
+        other = (
+            "sdpa" if implementation.min_tokens == crossover.NEVER else name + PAGED
+        )  # recipe="16bit" is stock's attention
         AttentionInterface.register(name + PAGED, functools.partial(_attend, implementation))
         for config in configs_of(model):
             if config._attn_implementation == name:
-                config._attn_implementation = name + PAGED
+                config._attn_implementation = other
+        if other == "sdpa":
+            switch(self, model, *args, **kwargs)
         self._original_attn_impl = name  # which the server sets again when it stops
 
     return switch_to_cb_friendly_attn

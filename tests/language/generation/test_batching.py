@@ -195,6 +195,21 @@ def test_what_pages_cannot_hold_is_refused_before_a_step(llama):
         llama.config._attn_implementation = "sage_int8"
 
 
+def test_attention_in_16_bit_is_stocks(llama):
+    """With recipe="16bit" a server runs SDPA over its own pages, and the handle's name comes back."""
+    model, inputs = make(), prompts(5, 30)
+    model.set_attn_implementation("sdpa")
+    want = texts(serve(model, inputs))
+    with sp.apply(model, sp.SageAttnProcessor(recipe="16bit")):
+        name = model.config._attn_implementation
+        try:
+            assert texts(serve(model, inputs, persistent=True)) == want
+            assert not isinstance(cache_of(model), paged_cache.Int8PagedCache)
+        finally:
+            model.destroy_cached_continuous_batching_manager()
+        assert model.config._attn_implementation == name
+
+
 @pytest.mark.gpu
 def test_texts_on_a_gpu_from_graphs_are_those_of_single_prompts():
     model = make(head_dim=64).to("cuda", torch.float16)
