@@ -212,16 +212,15 @@ def test_attention_in_16_bit_is_stocks(llama):
 
 @pytest.mark.gpu
 def test_texts_on_a_gpu_from_graphs_are_those_of_single_prompts():
-    model = make(head_dim=64).to("cuda", torch.float16)
-    handle = sp.apply(model, sp.SageAttnProcessor())
-    try:
-        together = texts(serve(model, INPUTS, new=20))
-        assert together == [texts(serve(model, [x], new=20))[0] for x in INPUTS]
-        cpu = make(head_dim=64)
-        cpu.set_attn_implementation("sage_int8")
-        agree = sum(a == b for x, y in zip(together, texts(serve(cpu, INPUTS, new=20)), strict=True)
-                    for a, b in zip(x, y, strict=True))  # fmt: skip
-        assert agree >= 0.8 * 20 * len(INPUTS)
-        assert all(row["cache_calls"] > 20 for row in handle.report().rows)
-    finally:
-        handle.remove()
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU")
+    model, new = make(head_dim=64).to("cuda", torch.float16), 20
+    ids = [torch.tensor([x], device="cuda") for x in INPUTS]
+    generation = GenerationConfig(max_new_tokens=new, do_sample=False, pad_token_id=0)
+    stock = [model.generate(x, generation)[0, x.shape[1] :].tolist() for x in ids]
+    with sp.apply(model, sp.SageAttnProcessor()) as handle:
+        together = texts(serve(model, INPUTS, new=new))
+        assert together == [texts(serve(model, [x], new=new))[0] for x in INPUTS]
+        assert all(row["cache_calls"] > new for row in handle.report().rows)
+    agree = sum(a == b for x, y in zip(together, stock, strict=True) for a, b in zip(x[:3], y[:3], strict=True))
+    assert agree >= 0.8 * 3 * len(INPUTS)  # later tokens follow from the first that differs
