@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import functools
+import inspect
 import sys
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Collection, Iterable
+from typing import Any, TypeVar
+
+
+Class = TypeVar("Class", bound=type)
 
 
 def number(name: str, value: object, expected: str) -> float:
@@ -46,6 +51,27 @@ def close_to(name: object, known: Collection[str]) -> str:
     """The end of a message that names the known name closest to a mistyped one, or ""."""
     close = difflib.get_close_matches(str(name), list(known), n=1)
     return f"; the closest is {close[0]!r}" if close else ""
+
+
+def known_options(name: str, given: Iterable[object], known: Collection[str]) -> None:
+    """Raise TypeError for an option that is not known, naming the closest one."""
+    for key in given:
+        if key not in known:
+            raise TypeError(f"{name}: got the unknown option {key!r}, expected some of {known}{close_to(key, known)}")
+
+
+def with_known_options(kind: Class) -> Class:
+    """Let a class refuse keywords as `known_options` does, in place of Python's own message."""
+    init: Any = kind.__init__  # type: ignore[misc]
+    known = list(inspect.signature(init).parameters)[1:]
+
+    @functools.wraps(init)
+    def checked(self: Any, *args: Any, **options: Any) -> None:
+        known_options(kind.__name__, options, known)
+        init(self, *args, **options)
+
+    kind.__init__ = checked  # type: ignore[misc]
+    return kind
 
 
 def span(name: str, value: Any) -> tuple[float, ...]:

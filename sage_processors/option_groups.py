@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypedDict, TypeVar, get_args
 
-from .option_checks import borders, close_to, flag, limits, number, one_of, short, span, whole
+from .option_checks import borders, flag, known_options, limits, number, one_of, short, span, whole, with_known_options
 
 
 RecipeName = Literal[
@@ -43,6 +43,7 @@ class LayerOptions(TypedDict, total=False):
     skip_limit: float | tuple[float, ...]
 
 
+@with_known_options
 @dataclass(frozen=True)
 class Keep:
     """Denoising steps in which attention runs in 16 bit.
@@ -67,6 +68,7 @@ class Keep:
         object.__setattr__(self, "noise", span("keep.noise", self.noise))
 
 
+@with_known_options
 @dataclass(frozen=True)
 class Scaling:
     """How the INT8 scales of Q and K are chosen, with the numbers of a planned scaling.
@@ -107,6 +109,7 @@ class Scaling:
         return SCALINGS[self.name]
 
 
+@with_known_options
 @dataclass(frozen=True)
 class Linears:
     """8-bit linear layers of the repeated blocks.
@@ -135,6 +138,7 @@ class Linears:
         flag("linears.drop_weights", self.drop_weights)
 
 
+@with_known_options
 @dataclass(frozen=True)
 class Skip:
     """Key tiles with next to no probability are not visited, as lists measured in earlier steps say.
@@ -169,6 +173,7 @@ class Skip:
         object.__setattr__(self, "noise", borders("skip.noise", self.noise, MOST_BORDERS))
 
 
+@with_known_options
 @dataclass(frozen=True)
 class LayerRule:
     """Options of the layers that a name pattern matches. None: this rule does not set the option."""
@@ -198,9 +203,7 @@ def group_of(name: str, value: Any, kind: type[Group], first: str = "") -> Group
     if not isinstance(value, Mapping):
         said = "a name, " if first else ""
         raise TypeError(f"{name}: got {type(value).__name__}, expected {said}a {kind.__name__} or a dict of {known}")
-    for key in value:
-        if key not in known:
-            raise TypeError(f"{name}: got the unknown option {key!r}, expected some of {known}{close_to(key, known)}")
+    known_options(name, value, known)
     return kind(**value)
 
 
@@ -234,9 +237,7 @@ def _rule(pattern: str, options: Any, recipes: Sequence[str], ranges: int) -> La
     where = f"layers[{pattern[:200]!r}]"
     if not isinstance(options, Mapping) or not options:
         raise TypeError(f"{where}: got {str(options)[:200]!r}, expected a dict with some of {known}")
-    for key in options:
-        if key not in known:
-            raise TypeError(f"{where}: got the unknown option {key!r}, expected some of {known}{close_to(key, known)}")
+    known_options(where, options, known)
     checked = dict(options)
     names = {"recipe": recipes, "scaling": tuple(SCALINGS), "rotation": ROTATIONS, "linears": LINEARS}
     for key in set(names) & set(options):

@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
-from .option_checks import close_to, one_of, whole
+from .option_checks import known_options, one_of, whole
 from .option_groups import (
     IN_16_BIT,
     ROTATIONS,
@@ -56,12 +56,7 @@ def _with_preset(init: Any) -> Any:
 
     @functools.wraps(init)
     def checked(self: Any, preset: Any = None, **options: Any) -> None:
-        for name in options:
-            if name not in known:
-                raise TypeError(
-                    f"SageAttnProcessor: got the unknown option {name!r}, expected some of {known}"
-                    f"{close_to(name, known)}"
-                )
+        known_options("SageAttnProcessor", options, known)
         init(self, preset, **with_preset(preset, options))
 
     return checked

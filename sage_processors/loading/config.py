@@ -8,7 +8,7 @@ from enum import Enum
 from typing import Any
 
 from ..files.strict_json import strict_object
-from ..option_checks import one_of, whole
+from ..option_checks import one_of, whole, with_known_options
 from ..option_groups import LINEARS, LayerOptions, LinearFormat
 from ..version import __version__
 
@@ -33,6 +33,7 @@ class Method(str, Enum):
     SAGE = "sage_processors"
 
 
+@with_known_options
 class SageConfig:
     """A `quantization_config` of `from_pretrained` that loads linear layers straight into 8 bit.
 

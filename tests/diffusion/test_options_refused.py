@@ -91,6 +91,19 @@ def test_options_that_make_no_sense_are_refused(options, error, words):
         sp.SageAttnProcessor(**options)
 
 
+@pytest.mark.parametrize(
+    ("kind", "wrong", "closest"),
+    [
+        (sp.Keep, "first_step", "first_steps"), (sp.Skip, "limits", "limit"), (sp.Scaling, "margn", "margin"),
+        (sp.Linears, "min_feature", "min_features"), (sp.LayerRule, "recip", "recipe"),
+        (sp.SageConfig, "layer", "layers"),
+    ],
+)  # fmt: skip
+def test_an_unknown_option_of_a_group_names_the_closest(kind, wrong, closest):
+    with pytest.raises(TypeError, match=f"{kind.__name__}: got the unknown option '{wrong}'.*closest is '{closest}'"):
+        kind(**{wrong: 1})
+
+
 def test_a_preset_is_the_only_argument_without_a_name():
     with pytest.raises(TypeError, match="multiple values for argument 'preset'"):
         sp.SageAttnProcessor("fast", preset="small")

@@ -146,7 +146,8 @@ class CallGraphs:
             inputs = list(tensors_of((args, kwargs)))
             owner.fill(inputs, given)
             writes = [x._version for x in inputs if not x.is_inference()]
-            results, replay = owner.record(lambda: self.call(*args, **kwargs))
+            with _without_kept_casts(owner.device.type):
+                results, replay = owner.record(lambda: self.call(*args, **kwargs))
             calls = before.linear_calls() if self.is_block and owner.device.type == "cuda" else []
             before.restore()  # a capture runs nothing
             if writes != [x._version for x in inputs if not x.is_inference()]:
@@ -168,3 +169,9 @@ class CallGraphs:
         error = error if isinstance(error, CaptureError) else CaptureError(error)
         self._owner.note_failure(type(self.module), kind, error)
         return error.reason
+
+
+def _without_kept_casts(device: str) -> Any:
+    """Let autocast cast each weight anew: the copy that it keeps is freed at the end of its block, under the graph."""
+    dtype, is_on = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+    return torch.autocast(device, dtype, enabled=is_on, cache_enabled=False)

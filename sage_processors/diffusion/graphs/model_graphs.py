@@ -268,8 +268,6 @@ class ModelGraphs:
             return "device"
         if torch.is_grad_enabled():
             return "gradient"
-        if torch.is_autocast_enabled(device.type):
-            return "autocast"
         if self._handle._probe is not None:
             return "probe"
         if self.denoiser.state is not None and self.denoiser.state.kept.skip_lists is not None:
@@ -286,7 +284,8 @@ class ModelGraphs:
     def precision(self) -> tuple[Any, ...]:
         """Return what results depend on beside model and arguments, for the kind of a call."""
         plan = self.denoiser.state, self.denoiser.frozen
-        return self._handle.steps.precision, torch.is_inference_mode_enabled(), plan
+        autocast = torch.is_autocast_enabled(self.device_type) and torch.get_autocast_dtype(self.device_type)
+        return self._handle.steps.precision, torch.is_inference_mode_enabled(), autocast, plan
 
     def step(self) -> object:
         """Return an object that identifies the running step; a new one without a scheduler."""

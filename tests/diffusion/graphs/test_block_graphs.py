@@ -114,17 +114,6 @@ def test_a_cache_decides_what_runs_and_blocks_without_hooks_inside_have_graphs(n
     assert same(*found)
 
 
-def test_a_model_that_is_offloaded_as_a_whole_has_graphs_of_its_blocks():
-    accelerate = pytest.importorskip("accelerate")
-    model, inputs = MODELS["flux"]()
-    model, _ = accelerate.cpu_offload_with_hook(model, execution_device="cpu")
-    with sp.apply(model, options(scaling="dynamic")) as handle:
-        wanted = forwards(model, inputs)
-        graphs, _ = captures(handle)
-        assert same(forwards(model, inputs), wanted)
-        assert graphs.eager == {"warm_up": WARM_UP, "offload": 1} and graphs.partly == 3
-
-
 def test_what_happens_between_blocks_is_done_and_results_stay():
     model, inputs = MODELS["flux"]()
     residual = {"controlnet_block_samples": [torch.randn(1, 36, 32)], "controlnet_single_block_samples": None}
