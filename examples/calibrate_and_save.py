@@ -24,7 +24,7 @@ def main() -> None:
     args = line.parse_args()
     with line.loading(small_pictures.flux) as model:
         pipe = FluxPipeline.from_pretrained(model, torch_dtype=line.dtype(torch.bfloat16)).to(args.device)
-    formats = [] if args.linears == "none" else [args.linears]
+    formats = [] if args.linears in (None, "none") else [args.linears]
     with line.running():
         if not args.policy.exists():
             found = sp.calibrate(

@@ -1,7 +1,7 @@
 """FLUX.1 from CUDA graphs of whole forwards: one launch per step instead of thousands, without a compiler.
 
 python examples/captured.py --compare  # offline: the trained tiny_flux; a CPU has no graphs, and its steps are eager
-python examples/captured.py "an owl at dusk" --model black-forest-labs/FLUX.1-dev --linears int8
+python examples/captured.py "an owl at dusk" --model black-forest-labs/FLUX.1-dev
 
 The report says how many steps came from a graph, and why others did not: the first five prepare scales and kernels.
 """

@@ -66,7 +66,7 @@ class CommandLine(OneLineParser):
         self.add_argument("--recipe", choices=RECIPES, default="qk_int8_pv_bf16")
         self.add_argument("--seed", type=at_least(0), default=0)
         if steps is not None:
-            self.add_argument("--linears", choices=LINEARS, default="none", help="format of the linear layers")
+            self.add_argument("--linears", choices=LINEARS, help="of a checkpoint: as preset fast; small: none")
             self.add_argument("--scaling", choices=SCALINGS, default="timestep")
             self.add_argument("--steps", type=at_least(1), default=steps)
         if output is not None:
@@ -107,12 +107,16 @@ class CommandLine(OneLineParser):
             yield name
 
     def attention(self, *, drop_weights: bool = False, **options) -> sp.SageAttnProcessor:
-        """The options of the swap that the command line asks for; a small model is too small for the defaults."""
+        """Preset "fast" with what the command line asks for; a small model is too small for it."""
         chosen: dict[str, Any] = {name: getattr(self.args, name) for name in ("recipe", "scaling")}
         least = 0 if self.is_small else None
-        chosen["linears"] = sp.Linears(self.args.linears, min_features=least, drop_weights=drop_weights)
         if self.is_small:
             chosen["min_tokens"] = MIN_TOKENS
+        else:
+            chosen["preset"] = "small" if drop_weights else "fast"
+        if self.is_small or self.args.linears is not None:
+            format = self.args.linears or "none"
+            chosen["linears"] = sp.Linears(format, min_features=least, drop_weights=drop_weights)
         return sp.SageAttnProcessor(**chosen | options)
 
     def implementation(self) -> str:

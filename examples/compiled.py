@@ -19,7 +19,7 @@ def main() -> None:
     args = line.parse_args()
     with line.loading(small_pictures.flux) as model:
         pipe = FluxPipeline.from_pretrained(model, torch_dtype=line.dtype(torch.bfloat16)).to(args.device)
-    handle = pipe.set_attn_processor(line.attention())  # the one line, first
+    handle = pipe.set_attn_processor(line.attention(graphs="off"))  # the one line, first
     mode = {"mode": "reduce-overhead"} if args.cuda_graphs else {}
     pipe.transformer.compile_repeated_blocks(fullgraph=True, backend=args.backend, **mode)  # then the compiler
     if args.cuda_graphs:  # PyTorch asks to be told when the results of a forward may be written over

@@ -3,7 +3,7 @@
 python examples/flux.py --compare  # offline, the trained tiny_flux
 python examples/flux.py "an owl at dusk" --model black-forest-labs/FLUX.1-dev --height 2048 --width 2048
 
-At 1024 x 1024 pixels attention is a small part of the time: --linears int8 speeds up the rest.
+At 1024 x 1024 pixels attention is a small part of the time; most of the rest is linear layers, which run in INT8, too.
 """
 
 import small_pictures

@@ -34,7 +34,7 @@ def main() -> None:
     split = ContextParallelConfig(**{f"{args.kind}_degree": dist.get_world_size()})
     with patch("torch.accelerator.device_count", lambda: max(1, torch.cuda.device_count())):  # diffusers divides by it
         pipe.transformer.enable_parallelism(config=split)
-    handle = pipe.set_attn_processor(line.attention())  # the one line
+    handle = pipe.set_attn_processor(line.attention(graphs="off"))  # the one line
     ours = line.draw(pipe, **inputs)
     if dist.get_rank() == 0:  # all processes have the whole video
         (report := handle.report()).print()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import shutil
@@ -28,6 +29,20 @@ def test_examples_are_short_and_say_how_they_are_run(name):
     text = (EXAMPLES / f"{name}.py").read_text(encoding="utf-8")
     assert len(text.splitlines()) < 60
     assert f"examples/{name}.py" in text.split('"""')[1]
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ([], sp.SageAttnProcessor("fast")),
+        (["--linears", "none"], sp.SageAttnProcessor("fast", linears="none")),
+    ],
+)
+def test_a_checkpoint_runs_with_preset_fast(given, expected, monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    line = importlib.import_module("command_line").CommandLine("", steps=2)
+    line.parse_args(["--model", "any/checkpoint", *given])
+    assert line.attention() == expected
 
 
 def test_the_shelf_has_what_it_lists():
