@@ -11,7 +11,7 @@ import typer
 from rich.table import Table
 
 from .. import pipelines
-from ..option_groups import SCALINGS, Linears
+from ..option_groups import LINEARS, SCALINGS, Linears
 from ..options import SageAttnProcessor
 from . import loading
 from .checks import check_csv, check_file, check_names, float32_settings_kept
@@ -144,7 +144,7 @@ def calibrate_policy(
 
     check_names("--scaling", scaling, SCALINGS)
     check_names("--recipe", recipe or (), RECIPES.split(", "))
-    check_names("--linears", linears or (), ("int8", "fp8"))
+    check_names("--linears", linears or (), LINEARS[1:])
     check_names("--cost", [cost], ("auto", "counted", "measured"))
     variants = _variants([hard or "plain"])
     check_file(output, "--output", ".json")

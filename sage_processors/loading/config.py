@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
@@ -14,7 +14,7 @@ from ..version import __version__
 
 
 FORMAT_VERSION = 1
-STORED = ("int8", "fp8", "int8_weights")  # formats of single layers in a folder
+STORED = (*LINEARS[1:], "int8_weights")  # formats of single layers in a folder
 _SAVE_AGAIN = "load the 16-bit model with sp.SageConfig and save it again"
 _FIELDS = {
     "quant_method": str,
@@ -59,7 +59,7 @@ class SageConfig:
         self,
         format: LinearFormat = "int8",
         *,
-        layers: Mapping[str, LinearFormat | LayerOptions] | Iterable[tuple[str, LinearFormat]] = (),
+        layers: Mapping[str, LinearFormat | LayerOptions] | Sequence[tuple[str, LinearFormat]] = (),
         min_features: int | None = None,
     ) -> None:
         one_of("format", format, LINEARS)

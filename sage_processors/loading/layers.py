@@ -9,15 +9,16 @@ import torch
 from torch import nn
 
 from sage_kernels import QuantizedRows
+from sage_kernels.facts.numerics import CODE_TYPES
 
 from ..linears.balance import MOST, weight_on_hand
 from ..linears.swap import LinearSwap
 from ..linears.swap_checks import checked_options
-from ..linears.weights.layers import choose, linear_layers
+from ..linears.weights.layers import WEIGHT_ONLY, choose, linear_layers
 from .config import SageConfig
 
 
-CODES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "int8_weights": torch.int8}
+CODES = {**CODE_TYPES, WEIGHT_ONLY: torch.int8}
 # Largest weight that is believed. Numbers of 16-bit weights end at 2^16, and a balance divides by 2^-24 at the least.
 LARGEST = 2.0**40
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import re
@@ -9,13 +10,18 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import zipfile
 from importlib import metadata
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
+import sage_processors as sp
+from sage_kernels import Mixed
+from tests.docs.blocks import blocks
 from tests.project.test_committed_files import tracked
 from tests.support.repository import ROOT
 
@@ -114,3 +120,72 @@ def test_what_is_here_meets_what_the_metadata_asks_for(environment, tmp_path):
         if each.name != "sage-processors":
             version = metadata.version(each.name)
             assert each.specifier.contains(version, prereleases=True), f"{each} and {version}"
+
+
+# every option in every form that docs/ shows
+FORMS = """
+from sage_kernels import Mixed
+import sage_processors as sp
+
+sp.SageAttnProcessor("fast")
+sp.SageAttnProcessor(preset="small", recipe="qk_int8_pv_fp8", rotation="auto", graphs="off", min_tokens=0)
+sp.SageAttnProcessor(training="int8", exchange="int8", on_unsupported="raise", graphs="auto", min_tokens=None)
+sp.SageAttnProcessor(scaling="timestep", linears="int8", keep=sp.Keep(first_steps=2, last_steps=1, noise=(0.0, 0.1)))
+sp.SageAttnProcessor(scaling=sp.Scaling("sigma_power", margin=1, history=4, gamma=0.5), linears=sp.Linears("fp8"))
+sp.SageAttnProcessor(scaling={"name": "delayed", "margin": 0.9, "history": 4}, keep={"first_steps": 2})
+sp.SageAttnProcessor(linears=sp.Linears("int8", min_features=1024, drop_weights=True), keep={"noise": [0.0, 0.1]})
+sp.SageAttnProcessor(linears={"format": "int8", "min_features": None}, skip={"limit": 0.01, "every": 8})
+sp.SageAttnProcessor(skip=sp.Skip(limit=0.01, every=8, noise=(0.3, 0.6), first_steps=2, last_steps=1))
+sp.SageAttnProcessor(recipe="mixed", mixed={"base": "int8", "budget": 0.1})
+sp.SageAttnProcessor(recipe="mixed", mixed=Mixed(base="int4", selector="quest", budget=0.1, action="skip"))
+sp.SageAttnProcessor(mixed=Mixed(keep_blocks=True), skip=None)
+sp.SageAttnProcessor(layers={"*blocks.0.*": {"recipe": "16bit"}, "*.ff.net.2": {"linears": "none"}})
+sp.SageAttnProcessor(layers=[("*", {"scaling": "per_token", "rotation": "hadamard", "keep_noise": (0.0, 0.1)})])
+sp.SageAttnProcessor(layers=(sp.LayerRule("*", skip_limit=(0.0, 0.1)), sp.LayerRule(pattern="*", recipe="16bit")))
+sp.SageConfig()
+sp.SageConfig("int8", layers={"*.ff.*": "fp8", "*": {"linears": "none"}}, min_features=0)
+sp.SageConfig(format="fp8", layers=[("*", "none")])
+"""
+
+
+def test_a_type_checker_accepts_what_the_documentation_shows(environment, tmp_path):
+    """Every option in every form, and every block of Python in docs/."""
+    pytest.importorskip("mypy")
+    for kind in (sp.SageAttnProcessor, sp.Keep, sp.Scaling, sp.Linears, sp.Skip, sp.LayerRule, sp.SageConfig, Mixed):
+        for name in [*inspect.signature(kind.__init__).parameters][1:]:
+            assert re.search(rf'\b{name}=|"{name}":', FORMS), f"{kind.__name__}.{name}"
+    (tmp_path / "forms.py").write_text(FORMS)
+    for block in blocks("python"):
+        name = re.sub(r"\W", "_", block.name)
+        (tmp_path / f"{name}.py").write_text(block.text)
+    # libraries whose types are not read; the packages themselves have to be found, typed
+    others = "diffusers,transformers,accelerate,torchmetrics,peft,PIL,safetensors,triton,numpy,matplotlib,torchao"
+    skipped = f"[mypy-{','.join(f'{name}.*' for name in others.split(','))}]"
+    settings = [
+        "[mypy]",
+        "check_untyped_defs = True",
+        skipped,
+        "ignore_missing_imports = True",
+        "follow_imports = skip",
+    ]
+    (tmp_path / "mypy.ini").write_text("\n".join(settings))
+    python, cache = environment / "bin" / "python", tmp_path / "cache"
+    options = ["--python-executable", python, "--config-file", "mypy.ini", "--cache-dir", cache]
+    assert "Success" in run(sys.executable, "-m", "mypy", *options, *sorted(tmp_path.glob("*.py")), cwd=tmp_path)
+
+
+def test_an_editable_install_is_on_the_path_of_type_checkers(sdist, tmp_path):
+    """Not behind an import hook: both packages, with their types, and files that are added later."""
+    with tarfile.open(sdist) as packed:
+        packed.extractall(tmp_path, filter="data")
+    (source,) = tmp_path.glob("sage_processors-*")
+    build = "import sys; sys.path.insert(0, 'tools'); import build_backend; build_backend.build_editable('.')"
+    run(sys.executable, "-W", "ignore", "-c", build, cwd=source)
+    with zipfile.ZipFile(next(source.glob("*.whl"))) as wheel:
+        (path,) = (name for name in wheel.namelist() if name.endswith(".pth"))
+        folder = wheel.read(path).decode().strip()
+    for name, home in (("sage_processors", source), ("sage_kernels", source / "kernels")):
+        (home / name / "added.py").touch()
+        found = Path(PathFinder.find_spec(name, [folder]).origin).parent
+        assert found.resolve() == (home / name).resolve()
+        assert (found / "py.typed").is_file() and (found / "added.py").is_file()

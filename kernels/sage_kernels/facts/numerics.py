@@ -20,6 +20,7 @@ from .recipe import (
 
 
 CODE_TYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}  # of 8-bit linear layers
+FORMATS_OF_CODES = {dtype: name for name, dtype in CODE_TYPES.items()}
 LOG2_E = math.log2(math.e)
 CENTER_SAMPLES = 128  # sampled tokens whose mean is the centre of a head without a plan
 LOG_BITS = 14  # fraction bits of an integer base-2 logarithm: fp32's bits, shifted, are one within 0.09

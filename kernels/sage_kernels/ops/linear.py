@@ -12,7 +12,7 @@ import torch
 
 from ..checks.linear import check_activation, check_linear, check_weight, check_weight_only
 from ..checks.tensors import check_called_below
-from ..facts.numerics import CODE_TYPES
+from ..facts.numerics import CODE_TYPES, FORMATS_OF_CODES
 from ..facts.recipe import GATED
 from ..reference import linear as reference
 from .dispatch import call_op
@@ -47,8 +47,8 @@ class QuantizedRows(NamedTuple):
 
     @property
     def format(self) -> str:
-        """Format of the codes, "int8" or "fp8"."""
-        return "int8" if self.codes.dtype == torch.int8 else "fp8"
+        """Format of the codes, "int8" or "fp8"; "" for another dtype, which the ops refuse."""
+        return FORMATS_OF_CODES.get(self.codes.dtype, "")
 
 
 def quantize_activation(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..checks.linear import check_activation, check_linear, check_quantized
-from ..facts.numerics import CODE_TYPES
+from ..facts.numerics import CODE_TYPES, FORMATS_OF_CODES
 from ..facts.recipe import GATED
 from .linear import QuantizedRows, compute_codes, compute_linear, of_op, run_op
 from .replay import try_replay
@@ -64,7 +64,7 @@ def dynamic_linear(
     key, result = try_replay("dynamic", given, (norm, eps, activation, dtype))
     if result is None:
         check_quantized("weight", weight, tuple(CODE_TYPES.values()))
-        format = "int8" if weight[0].dtype == torch.int8 else "fp8"
+        format = FORMATS_OF_CODES[weight[0].dtype]
         check_activation(
             x, format, norm, norm_weight, norm_bias, eps, gain, shift, balance, beside=beside, prefix="norm_"
         )
