@@ -82,8 +82,8 @@ def test_evaluate_measures_attention_of_each_batch_and_leaves_its_pictures():
         quality.Variant("warm", config, warm=True),
         quality.Variant("exact", exact),
     )
-    seeds, size = [0, 1, 2], {"steps": 1, "batch": 2}
-    stock = torch.cat([quality.generate(pipe, PROMPTS[p], seeds[p], steps=1) for p in (slice(0, 2), slice(2, 3))])
+    seeds, size = [0, 1, 2], {"steps": 2, "batch": 2}
+    stock = torch.cat([quality.generate(pipe, PROMPTS[p], seeds[p], steps=2) for p in (slice(0, 2), slice(2, 3))])
     results = quality.evaluate(pipe, PROMPTS, seeds, variants, stock=stock, probe=True, **size)
     plain = quality.evaluate(pipe, PROMPTS, seeds, variants, stock=stock, **size)
     for name, result in results.items():
@@ -92,7 +92,7 @@ def test_evaluate_measures_attention_of_each_batch_and_leaves_its_pictures():
 
     def alone(handle, part):
         with handle.probe(every=1) as probe:
-            quality.generate(pipe, PROMPTS[part], seeds[part], steps=1)
+            quality.generate(pipe, PROMPTS[part], seeds[part], steps=2)
             (row,) = probe.summary()
         return row["sqnr_db"]
 
@@ -100,7 +100,7 @@ def test_evaluate_measures_attention_of_each_batch_and_leaves_its_pictures():
     with sp.apply(pipe, config) as handle:
         fresh = [(handle.reset(), alone(handle, part))[1] for part in parts]
     with sp.apply(pipe, config) as handle:
-        quality.generate(pipe, PROMPTS[:2], [quality.WARM_UP_SEED, quality.WARM_UP_SEED + 1], steps=1)
+        quality.generate(pipe, PROMPTS[:2], [quality.WARM_UP_SEED, quality.WARM_UP_SEED + 1], steps=2)
         handle.freeze_scales()
         warm = [alone(handle, part) for part in parts]
     assert results["fresh"].attention_sqnr_db == pytest.approx(fresh)
