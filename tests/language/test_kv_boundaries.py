@@ -17,13 +17,12 @@ from sage_processors.language.masks import BandMask
 from sage_processors.language.quantized_kv import QuantizedKV, quantized_kv_of
 from sage_processors.language.report import INT8, INT8_CACHE, counted
 from tests.language.tiny_cache_models import assert_holds, states
-from tests.support.language_calls import ANY_LENGTH
+from tests.support.language_calls import ANY_LENGTH, tiny
 from tests.support.tiny_language_models import MODELS
 
 
 def attention_layer():
-    model, _ = MODELS["llama"]()
-    model.set_attn_implementation(ANY_LENGTH)
+    model, _ = tiny()
     return AttentionInterface._global_mapping[ANY_LENGTH], model.model.layers[0].self_attn
 
 

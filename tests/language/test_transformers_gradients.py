@@ -10,7 +10,7 @@ import torch
 import sage_processors as sp
 from sage_kernels.testing import relative_l2
 from sage_processors.language.report import counted
-from tests.support.language_calls import ANY_LENGTH, SAME, STRICT, forward, llama_attention
+from tests.support.language_calls import ANY_LENGTH, SAME, STRICT, forward, llama_attention, tiny
 from tests.support.tiny_language_models import MODELS, padded, result
 
 
@@ -112,8 +112,7 @@ def test_P50_a_gradient_along_the_forward_is_not_dropped():
 
 @pytest.mark.parametrize("max_cache_len", [None, 64])
 def test_P52_an_INT8_cache_passes_no_gradient_on_and_says_so(max_cache_len):
-    model, inputs = MODELS["llama"]()
-    model.set_attn_implementation(ANY_LENGTH)
+    model, inputs = tiny()
     ids = inputs["input_ids"]
     cache = sp.Int8KVCache(model.config, max_cache_len)
     with torch.no_grad():

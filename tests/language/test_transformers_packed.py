@@ -10,7 +10,7 @@ import sage_processors as sp
 from sage_kernels.testing import exact_attention, relative_l2
 from sage_processors.language import attention as transformers_attention
 from sage_processors.language.masks import BandMask
-from tests.support.language_calls import ANY_LENGTH, SAME, forward
+from tests.support.language_calls import ANY_LENGTH, SAME, forward, tiny
 from tests.support.tiny_language_models import MODELS
 
 
@@ -133,8 +133,7 @@ def test_P63_lengths_that_disagree_with_position_ids_are_both_heeded(exact_varle
         return torch.zeros_like(q)
 
     monkeypatch.setattr(transformers_attention.sage_kernels, "sage_attention", attend)
-    model, inputs = MODELS["llama"]()
-    model.set_attn_implementation(ANY_LENGTH)
+    model, inputs = tiny()
     ends = torch.tensor([0, 30, 37])
     forward(model, {"input_ids": inputs["input_ids"][:1], "position_ids": POSITIONS, "use_cache": False,
                     "cu_seq_lens_q": ends, "cu_seq_lens_k": ends})  # fmt: skip

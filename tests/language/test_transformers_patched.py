@@ -13,7 +13,7 @@ from transformers.models.gemma2 import modeling_gemma2
 
 import sage_processors as sp
 from sage_kernels.testing import relative_l2
-from tests.support.language_calls import SAME, forward
+from tests.support.language_calls import SAME, forward, tiny
 from tests.support.patching import as_profilers_do, mixed_up
 from tests.support.tiny_language_models import MODELS
 
@@ -25,27 +25,18 @@ WAYS = pytest.mark.parametrize("way", [mixed_up, as_profilers_do])
 COMPILED = pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow("compiles"))])
 
 
-def compared(name, implementation, patch, compiled=False):
-    """(ours under the patch, and ours before it, stock under it) as relative L2; the patch comes after a forward."""
-    model, inputs = MODELS[name]()
-    model.set_attn_implementation(implementation)
-    running = torch.compile(model, backend="eager") if compiled else model
-    torch._dynamo.reset()
-    before = forward(running, inputs)
-    patch()
-    after = forward(running, inputs)
-    stock, _ = MODELS[name]()
-    return relative_l2(after, before), relative_l2(after, forward(stock, inputs))
-
-
 @COMPILED
 @WAYS
 def test_the_eager_function_of_exact_calls_is_the_one_that_is_there(way, compiled, monkeypatch):
     """Gemma 2 has a soft cap, which SDPA does not know: its exact calls are those of its eager function."""
     name = "eager_attention_forward"
-    patch = lambda: monkeypatch.setattr(modeling_gemma2, name, way(getattr(modeling_gemma2, name)))  # noqa: E731
-    moved, off = compared("gemma2", NEVER, patch, compiled)
-    assert moved > 0.05 and off < SAME
+    model, inputs = tiny("gemma2", NEVER)
+    running = torch.compile(model, backend="eager") if compiled else model
+    torch._dynamo.reset()
+    before = forward(running, inputs)
+    monkeypatch.setattr(modeling_gemma2, name, way(getattr(modeling_gemma2, name)))
+    after, stock = forward(running, inputs), forward(*MODELS["gemma2"]())
+    assert relative_l2(after, before) > 0.05 and relative_l2(after, stock) < SAME
 
 
 @COMPILED
@@ -57,8 +48,7 @@ def test_the_sdpa_function_of_exact_calls_is_the_registered_one(way, compiled, m
         AttentionInterface.register("sdpa", way(usual))
 
     try:
-        model, inputs = MODELS["llama"]()
-        model.set_attn_implementation(NEVER)
+        model, inputs = tiny("llama", NEVER)
         running = torch.compile(model, backend="eager") if compiled else model
         torch._dynamo.reset()
         before = forward(running, inputs)
@@ -71,8 +61,7 @@ def test_the_sdpa_function_of_exact_calls_is_the_registered_one(way, compiled, m
 
 
 def test_a_patch_that_is_taken_away_is_gone(monkeypatch):
-    model, inputs = MODELS["gemma2"]()
-    model.set_attn_implementation(NEVER)
+    model, inputs = tiny("gemma2", NEVER)
     before = forward(model, inputs)
     with monkeypatch.context() as patch:
         name = "eager_attention_forward"
@@ -87,8 +76,7 @@ def test_an_eager_function_that_names_its_arguments_is_held_to_them(monkeypatch)
     def forgetful(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
         raise AssertionError("is not called")
 
-    model, inputs = MODELS["gemma2"]()
-    model.set_attn_implementation(NEVER)
+    model, inputs = tiny("gemma2", NEVER)
     forward(model, inputs)
     monkeypatch.setattr(modeling_gemma2, "eager_attention_forward", forgetful)
     with pytest.raises(NotImplementedError, match="got softcap, which forgetful does not take"):

@@ -13,7 +13,7 @@ from sage_kernels.testing import relative_l2
 from sage_processors.language import attention as transformers_attention
 from sage_processors.language.masks import BandMask
 from sage_processors.language.report import counted
-from tests.support.language_calls import ANY_LENGTH, SAME, exact_op, forward, llama_attention
+from tests.support.language_calls import ANY_LENGTH, SAME, exact_op, forward, llama_attention, tiny
 from tests.support.tiny_language_models import _DECODER, MODELS, VOCABULARY, tokens, weigh
 
 
@@ -193,8 +193,7 @@ def test_P56_packed_sequences_stay_apart_whatever_the_mask(monkeypatch):
 
 
 def test_P56_packed_sequences_beside_a_batch_or_a_cache_are_refused():
-    model, inputs = MODELS["mistral"]()
-    model.set_attn_implementation(ANY_LENGTH)
+    model, inputs = tiny("mistral")
     ids, lengths = inputs["input_ids"], {"cu_seq_lens_q": LENGTHS, "cu_seq_lens_k": LENGTHS, "use_cache": False}
     mask = torch.ones(2, 1, 37, 37, dtype=torch.bool)
     with pytest.raises(NotImplementedError, match="cu_seq_lens.*batch of 2, 37 queries and 37 keys.*one row"):
