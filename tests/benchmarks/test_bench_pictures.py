@@ -10,7 +10,8 @@ from sage_kernels.results import read_rows
 
 pytest.importorskip("diffusers")
 transformers = pytest.importorskip("transformers")
-TINY = ["--tiny", "--device", "cpu", "--case", "flux_1024"]
+NAME = "wan21_1_3b_480p81"
+TINY = ["--tiny", "--device", "cpu", "--case", NAME]
 
 
 @pytest.fixture(scope="module")
@@ -26,10 +27,8 @@ def bench(on_the_path):
 def test_every_way_has_its_rows(bench, tmp_path):
     assert bench.main([*TINY, "--whole", "--csv", str(tmp_path / "rows.csv")]) == 0
     rows = read_rows(tmp_path / "rows.csv")
-    assert {row["suite"] for row in rows} == {"picture"}
-    found = {
-        (row["provider"], row["recipe"], row["case"].removeprefix("flux_1024/tiny"), row["metric"]) for row in rows
-    }
+    assert {row["suite"] for row in rows} == {"clip"}
+    found = {(row["provider"], row["recipe"], row["case"].removeprefix(f"{NAME}/tiny"), row["metric"]) for row in rows}
     ways = [("torch_sdpa_default", ""), ("torch_sdpa_cudnn", ""), ("torch_compiled_cudnn", "")]
     ways += [("sage_kernels", "qk_int8_pv_bf16"), ("sage_kernels", "preset_fast")]
     timed = {(*way, case, "time") for way in ways for case in ("", "/first", "/step", "/rest")}
@@ -54,7 +53,7 @@ def test_a_computed_picture_says_so_and_wrong_latents_have_no_row(bench, tmp_pat
     assert bench.main([*TINY, "--csv", str(tmp_path / "rows.csv")]) == 1
     rows = read_rows(tmp_path / "rows.csv")
     assert {row["provider"] for row in rows} == {stock.provider}
-    assert {row["case"] for row in rows} == {f"flux_1024/tiny/computed{part}" for part in ("", "/step", "/rest")}
+    assert {row["case"] for row in rows} == {f"{NAME}/tiny/computed{part}" for part in ("", "/step", "/rest")}
 
 
 def test_text_is_what_the_published_encoders_make(bench):
