@@ -50,7 +50,7 @@ def _of_runs(rows: list[dict[str, str]], cases: tuple[str, ...], what: str, with
 
 
 def whole_pictures(rows: list[dict[str, str]]) -> str:
-    """Return a table of whole pictures and clips in seconds: the newest run of each model, a line for each way."""
+    """Return a table of whole pictures and clips, in seconds, with the newest run of each model."""
     rows = [row for row in rows if row["suite"] in ("picture", "clip")]
     newest = {row["case"]: row["commit"] for row in rows if row["metric"] == "time" and _is_whole(row["case"])}
     lines = []
