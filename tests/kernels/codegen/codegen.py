@@ -28,6 +28,7 @@ from sage_kernels._triton.attention.tiles import Tile, choose_tile, query_slice
 from sage_kernels._triton.decode.append_kv import _append_kv_kernel
 from sage_kernels._triton.decode.combine import _combine_kernel
 from sage_kernels._triton.decode.kernel import _decode_attention_kernel
+from sage_kernels._triton.decode.paged import _append_pages_kernel, _paged_attention_kernel, _read_pages_kernel
 from sage_kernels._triton.decode.tiles import LONG, decode_tile
 from sage_kernels._triton.heads.qk_norm_rope import _HEADS, _TOKENS, _qk_norm_rope_kernel
 from sage_kernels._triton.linear.launch import _GROUP, quantize_shape
@@ -68,6 +69,7 @@ HOPPER = (
     (128, "per_token", "running", "fp8_e4m3", Tile(128, 128, 4, 3, "hopper")),
     (64, "planned", "running", "16bit", Tile(192, 64, 4, 6, "hopper")),
 )
+PAGES = {"k_codes_ptr": "*i8", "k_scale_ptr": "*bf16", "v_scale_ptr": "*bf16", "table_ptr": "*i32", "ends_ptr": "*i32"}
 SEQUENCES = {"cu_q_ptr": "*i32", "cu_k_ptr": "*i32"}
 FP8_MATRIX = re.compile(
     r"wgmma\.\S*\.f32\.e4m3\.e4m3|mma\.sync\S*\.f32\.e4m3\.e4m3\.f32|tcgen05\.mma\S*\.kind::f8f6f4"
@@ -325,6 +327,27 @@ def decode(name: str, width: int, rows: int, mask: str = "none", tokens: int = 0
     types["out_ptr"] = "*fp32" if few else "*bf16"
     limit = {"maxnreg": tile.max_registers} if tile.max_registers else {}
     return row("decode", _decode_attention_kernel, name, constants, types, num_warps=tile.num_warps, **limit)
+
+
+def paged(name: str, width: int):
+    """Attention of one token a sequence over INT8 pages, in several chunks."""
+    target = TARGETS[name]
+    tile = decode_tile(width, 4, 0, target.arch)
+    constants = {
+        "GROUP": 4, "KV_HEADS": 8, "HEAD_DIM": width, "WIDTH": width, "ROW_TILES": 1, "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n, "STAGES": tile.num_stages, "SOFTCAP": False, "HAS_SINKS": False, "PARTIAL": True,
+        "ASM": target.backend == "cuda",
+    }  # fmt: skip
+    types = {"q_ptr": "*bf16", **PAGES, "v_words_ptr": "*i16", "sinks_ptr": "*bf16"}
+    limit = {"maxnreg": tile.max_registers} if tile.max_registers else {}
+    return row("paged", _paged_attention_kernel, name, constants, types, num_warps=tile.num_warps, **limit)
+
+
+def paged_tokens(name: str, kernel, **more):
+    """Tokens written into INT8 pages, or read back."""
+    constants = {"HEADS": 8, "HEADS_2": 8, "HEAD_DIM": 128, "WIDTH": 128, **more}
+    types = {"k_ptr": "*bf16", "v_ptr": "*bf16", "slots_ptr": "*i64", "v_codes_ptr": "*i8", **PAGES}
+    return row("paged_tokens", kernel, name, constants, types, num_warps=4)
 
 
 def combine(name: str, width: int):
@@ -651,6 +674,9 @@ def kernels(name: str):
             yield f"{name}/rotate/{block}", rotate(name, block)
         yield f"{name}/rotate/128/fp32", rotate(name, 128, fp32=True)
         yield f"{name}/decode/128/8/keys", decode(name, 128, 8, "keys")
+    yield f"{name}/paged/128", paged(name, 128)
+    yield f"{name}/append_pages/128", paged_tokens(name, _append_pages_kernel, FROM_TABLE=True)
+    yield f"{name}/read_pages/128", paged_tokens(name, _read_pages_kernel)
     for tokens in (1, 16):
         yield f"{name}/append/128/{tokens}", append(name, 128, tokens)
     if name not in FULL_TARGETS:

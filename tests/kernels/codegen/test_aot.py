@@ -235,14 +235,14 @@ def test_every_barrier_is_invalidated(kernels):
 
 
 def test_attention_over_the_cache_runs_on_int8_matrix_units(kernels):
-    found = {key: facts for key, facts in kernels.items() if "/decode/" in key}
-    assert len(found) >= 2 and all(facts["int8_matrix"] for facts in found.values())
+    found = {key: facts for key, facts in kernels.items() if "/decode/" in key or "/paged/" in key}
+    assert len(found) >= 3 and all(facts["int8_matrix"] for facts in found.values())
 
 
 def test_attention_over_the_cache_does_not_spill(kernels):
     skip_unless_pinned()
     for key, facts in kernels.items():
-        if "/decode/" in key:
+        if "/decode/" in key or "/paged/" in key:
             assert all(loop["spills"] == 0 for loop in facts.get("loops", [])), (key, facts)
 
 
