@@ -29,6 +29,7 @@ COLUMNS = (
     "includes_quantization,metric,unit,median,p20,p80,ratio_vs_cudnn,rel_l2_error"
 ).split(",")
 SUITES = (
+    "real_language",
     *("attention_fwd", "attention_error", "prologue", "decode", "linear", "end_to_end", "cold_start", "quality"),
     *("generate", "models", "picture", "clip", "linear_few_rows"),
 )

@@ -40,6 +40,7 @@ FIGURES = {
     "lora_training": ["lora_training"],
     "psnr_fid_comparison": ["feature_fd_above_stock", "psnr_per_scaling", "stock_and_int8"],
     "quality_budget": ["quality_budget"],
+    "real_language": ["real_language_by_layer", "real_language_by_position"],
     "seed_tables": ["seed_error_by_length", "seed_recovered_by_budget"],
     "timestep_scaling": [
         "beyond_plan_per_step",
@@ -56,6 +57,7 @@ TABLES = {
     "lora_training": 2,
     "psnr_fid_comparison": 3,
     "quality_budget": 4,
+    "real_language": 5,
     "seed_tables": 15,
     "timestep_scaling": 5,
     "video": 10,
