@@ -26,9 +26,9 @@ def pipeline(name):
     return pipe
 
 
-def draw(pipe, steps=4):
+def draw(pipe):
     options = quality.picture_arguments(pipe) | {"generator": torch.Generator().manual_seed(0), "output_type": "pt"}
-    return pipe("a red circle on a blue background", num_inference_steps=steps, **options).images
+    return pipe("a red circle on a blue background", num_inference_steps=4, **options).images
 
 
 def psnr(a, b):
@@ -148,12 +148,12 @@ def test_weights_that_an_average_was_copied_to_are_noticed_by_the_next_run():
     for parameter in other.shadow_params:
         parameter.mul_(1.02)
     try:
-        before = draw(pipe, 2)
+        before = draw(pipe)
         with pipe.set_attn_processor(sp.SageAttnProcessor(scaling="per_block", **ALL)):
-            draw(pipe, 2)
+            draw(pipe)
             other.copy_to(unet.parameters())
-            got = draw(pipe, 2)
-        expected = draw(pipe, 2)
+            got = draw(pipe)
+        expected = draw(pipe)
     finally:
         for parameter, numbers in zip(unet.parameters(), own, strict=True):
             parameter.data.copy_(numbers)
