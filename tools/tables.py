@@ -22,9 +22,10 @@ NO_INT8 = "none: no call ran in INT8"  # in place of a ratio
 
 
 def results_markdown(rows: Iterable[dict[str, str]]) -> str:
-    """Return the tables of docs/results.md, from the newest row of every case, GPU, provider, recipe and metric.
+    """Return the tables of docs/results.md.
 
-    The newest row is the last in the file. One run of each pipeline, the default scaling, lengths at which INT8 pays.
+    They show the newest row, the last in the file, of every case, GPU, provider, recipe and
+    metric. One run of each pipeline, the default scaling, lengths at which INT8 pays.
     """
     suites: dict[str, list[dict[str, str]]] = {}
     for row in rows:
@@ -103,7 +104,10 @@ SUMMARY_SQUARES = re.compile(r"D(64|128)_N(4096|16384|65536)_(full|causal)$|(?!D
 
 
 def _attention(rows: list[dict[str, str]]) -> str:
-    """Return two tables: speeds by shape and GPU; the largest error of each recipe. A bare shape is planned scales."""
+    """Return tables of speed by shape and GPU, and of the largest error of each recipe.
+
+    A case without a suffix has planned scales.
+    """
     rows = [row for row in rows if row["metric"] == "throughput" and "/" not in row["case"]]
     rows = [row for row in rows if SUMMARY_SQUARES.match(row["case"])]
     by_key = _newest(rows, "case", "gpu", "provider", "recipe")

@@ -216,7 +216,7 @@ class Int8Layer(CacheLayerMixin):
             self._all_or_nothing(lambda trial: trial.__dict__.update(changed, batch_size=changed["k_codes"].shape[0]))
 
     def _all_or_nothing(self, change):
-        """Run change(trial) on a copy of the layer, and take over its fields. If it raises, the layer is unchanged."""
+        """Change a copy of the layer, then take over its fields; an error leaves the layer unchanged."""
         trial = self._trial()
         change(trial)
         self._take(trial)

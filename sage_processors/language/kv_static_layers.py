@@ -92,7 +92,7 @@ class Int8StaticLayer(Int8Layer):
         return (self._stored(0, self) if chronological is None else chronological,) * 2
 
     def _chronological(self, key_states, value_states, owner, again) -> QuantizedKV | None:
-        """Return what the new tokens see, if storing them overwrites a part of it. Here nothing is overwritten."""
+        """Return None: storing new tokens overwrites nothing that they see. A ring of slots overrides this."""
         return None
 
     def _ready_vectors(self, key_states, value_states, first: bool):

@@ -230,7 +230,7 @@ def _compiled(module, base, x):
 
 
 def _handed_out(name: str, mark: str) -> property:
-    """Return the property for a 16-bit parameter. Whoever reads it may write to it: the state's `mark` says so."""
+    """Return the property for a 16-bit parameter; reading it sets `mark`, as the reader may write to it."""
 
     def read(self):
         if not torch.compiler.is_compiling():

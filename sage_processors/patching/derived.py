@@ -1,4 +1,4 @@
-"""Classes derived from a module's own: it runs another forward, and gets its own class back at the end."""
+"""Derived classes that give a module another forward, and the way back to its own class."""
 
 from __future__ import annotations
 

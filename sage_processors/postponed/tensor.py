@@ -168,7 +168,7 @@ class Postponed(torch.Tensor):
 
 
 class Contiguous(Postponed):
-    """A postponed result that is known to be contiguous: that of a matmul, or of a norm of contiguous input."""
+    """A postponed result that is contiguous: of a matmul, or of a norm of contiguous input."""
 
     def contiguous(self, memory_format: torch.memory_format = torch.contiguous_format) -> torch.Tensor:
         usual = memory_format in (torch.contiguous_format, torch.preserve_format)

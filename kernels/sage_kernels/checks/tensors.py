@@ -106,7 +106,10 @@ def broadcasts(mask: torch.Tensor, wanted: tuple[int, int, int, int]) -> bool:
 
 
 def check_mask(mask: Any, device: torch.device, wanted: tuple[int, int, int, int], axes: str) -> None:
-    """Raise unless an attention mask is one of inference that fits. axes: names of the dimensions `wanted`."""
+    """Raise unless an attention mask fits and needs no gradient.
+
+    wanted: the full shape. axes: the names of its dimensions, for the message.
+    """
     if not isinstance(mask, torch.Tensor):
         raise TypeError(f"attn_mask: got {type(mask).__name__}, expected a bool or floating point tensor or None")
     check_strided("attn_mask", mask)

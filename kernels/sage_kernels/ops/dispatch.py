@@ -1,4 +1,4 @@
-"""Shared by the ops: their registration, calls through PyTorch's dispatcher, and results that need no launch."""
+"""Registration of the ops, calls through PyTorch's dispatcher, and results that need no launch."""
 
 from __future__ import annotations
 

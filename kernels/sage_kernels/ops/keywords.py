@@ -1,4 +1,4 @@
-"""Keyword arguments of the attention functions, for the signatures by which type checkers tell their results apart.
+"""Types of the attention functions' keyword arguments, shared by their overloads.
 
 The functions' own docstrings say what the keywords mean.
 """
@@ -14,7 +14,7 @@ from ..facts.state import HeadState
 
 
 class _OfScores(TypedDict, total=False):
-    """What happens to the scores of any attention."""
+    """Options for the scores of any attention."""
 
     window: int | None
     softcap: float
@@ -23,7 +23,7 @@ class _OfScores(TypedDict, total=False):
 
 
 class _OfRecipe(_OfScores, total=False):
-    """What decides the codes of Q, K and V."""
+    """Options for the codes of Q, K and V."""
 
     recipe: str
     scaling: str

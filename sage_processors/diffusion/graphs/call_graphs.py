@@ -172,6 +172,9 @@ class CallGraphs:
 
 
 def _without_kept_casts(device: str) -> Any:
-    """Let autocast cast each weight anew: the copy that it keeps is freed at the end of its block, under the graph."""
+    """Let autocast cast each weight anew within the block.
+
+    The copy that it keeps is freed at the end of its block, while the graph still reads it.
+    """
     dtype, is_on = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
     return torch.autocast(device, dtype, enabled=is_on, cache_enabled=False)

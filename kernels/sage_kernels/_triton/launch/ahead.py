@@ -180,7 +180,7 @@ def compile_ahead(calls) -> Compiling:
 
 @contextlib.contextmanager
 def compiled_together(call):
-    """Compile in parallel what is still to be compiled for an op's call, which is made inside of this."""
+    """Compile in parallel all kernels that the op's call inside this context still needs."""
     before, recording.call = getattr(recording, "call", None), call
     try:
         yield
