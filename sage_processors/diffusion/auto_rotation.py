@@ -51,7 +51,7 @@ class AutoRotation:
         is_auto = layer.own.config.rotation == "auto"
         return is_auto and not denoiser.frozen and denoiser._label(layer.name) not in self._decided
 
-    def _open(self) -> list:
+    def _undecided_layers(self) -> list:
         """Return (denoiser, layer, label) of each layer that is not decided yet."""
         return [
             (denoiser, layer, denoiser._label(layer.name))
@@ -69,13 +69,13 @@ class AutoRotation:
                 if layer.own.config.rotation == "auto":
                     denoiser.rotate(layer, False)
                     self._decided.pop(denoiser._label(layer.name), None)
-        if self._open() and self._handle._probe is not None:
+        if self._undecided_layers() and self._handle._probe is not None:
             self._handle._probe.reset_trials()  # left by an interrupted run, or by a run in the user's probe
         self.watch()
 
     def watch(self) -> None:
         """Start measuring if a layer is undecided and no other probe measures already."""
-        names = [label for *_, label in self._open()]
+        names = [label for *_, label in self._undecided_layers()]
         self._pending = bool(names)
         if not names:
             self._rest()
@@ -100,7 +100,7 @@ class AutoRotation:
         """Decide the layers that were measured in the step before. Called between two steps."""
         if not self._pending:
             return
-        layers, probe = self._open(), self._handle._probe
+        layers, probe = self._undecided_layers(), self._handle._probe
         if probe is not None:
             ran = [x for x in self._handle._denoisers if probe.has_tried(x)]  # does not sync
             # a layer that its own `keep_noise` kept in 16 bit in this step is decided after a later step
@@ -129,7 +129,7 @@ class AutoRotation:
                 if layer.own.config.rotation == "auto":
                     denoiser.rotate(layer, False)
         self._decided = {}
-        if self._open() and self._handle._probe is not None:
+        if self._undecided_layers() and self._handle._probe is not None:
             # earlier measurements say nothing about the next run, in the user's own probe either
             self._handle._probe.reset()
             self._handle._probe.attach()

@@ -206,7 +206,7 @@ class Denoiser:
         if self._home not in (home, self.device):  # offloaded weights rest on another device than they run on
             self.move(self._home)
 
-    def freeze(self) -> None:
+    def freeze_scales(self) -> None:
         """Start all later runs from the scales learnt so far, unchanged until `reset`."""
         self.frozen = True
         if self.state is not None:

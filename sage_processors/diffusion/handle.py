@@ -159,7 +159,7 @@ class Handle:
         if not self.has_learnt:
             raise ValueError("handle: got no scales yet, expected a run before they are frozen; or call load_scales")
         for denoiser in self._denoisers:
-            denoiser.freeze()
+            denoiser.freeze_scales()
         self._rotation.watch()
 
     def new_run(self) -> None:

@@ -101,7 +101,7 @@ class Captures:
                 graph.capture_end()
             except Exception as error:  # of the beginning or the end: PyTorch leaves both half done
                 failure, results = failure or error, None
-                self._repair(graph)
+                self._end_broken_capture(graph)
         self.memory += max(0, torch.cuda.memory_reserved(self._device) - before)
         if failure is not None and not isinstance(failure, Exception):
             raise failure
@@ -116,7 +116,7 @@ class Captures:
             pass
         return results, graph.replay
 
-    def _repair(self, graph: Any) -> None:
+    def _end_broken_capture(self, graph: Any) -> None:
         """End what a broken capture has begun, in PyTorch's allocator and generator."""
         _failed.append(graph)
         end_allocations(self._device, self._pool)

@@ -185,7 +185,7 @@ def _plan_notes(counted: dict[str, Any]) -> list[str]:
     return [f"{counted[name]:.2g} {what}" for name, what in _PLAN_NOTES.items() if counted[name]]
 
 
-def _range_notes(span: Any) -> list[str]:
+def _noise_range_notes(span: Any) -> list[str]:
     return [f"16 bit at noise levels {span[0]:.4g} to {span[1]:.4g}"] if span else []
 
 
@@ -232,7 +232,7 @@ def _active_row(denoiser: Any, layer: Any, counted: dict[str, Any], rotation: An
     if is_mixed(own):
         counted |= {"scaling": "per_token", "mixed": mixed_facts(own, layer.own.sites, denoiser.device)}
         said.append(mixed_note(counted["mixed"]))
-    note = "; ".join(filter(None, [*said, *_range_notes(own.keep.noise), *_plan_notes(counted)]))
+    note = "; ".join(filter(None, [*said, *_noise_range_notes(own.keep.noise), *_plan_notes(counted)]))
     row: dict[str, Any] = _row(label, type(layer.module.processor).__name__, ACTIVE, note, **counted)
     return row
 

@@ -121,7 +121,7 @@ def load_scales(handle, path: str | os.PathLike, on_mismatch: str = "error") -> 
             denoiser._reader.restore(own.pop("timestep"))
             denoiser.state.restore(own)
             if not denoiser.state.rule.adapts:
-                denoiser.freeze()
+                denoiser.freeze_scales()
     handle._rotation.watch()
     return True
 
