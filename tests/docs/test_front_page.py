@@ -8,13 +8,13 @@ import pytest
 
 from sage_kernels.results import read_rows
 from tests.support.repository import ROOT
-from tools.headline import FIGURES, STOCK
+from tools.headline import COUNTED_UP, FIGURES, STOCK
 
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 ROWS = read_rows(ROOT / "kernels" / "benchmarks" / "results.csv")
-NUMBER = re.compile(r"([\d,]+(?:\.\d+)?) (\w+)")
-SAID = re.compile(r"(.+), ([\d,]+(?:\.\d+)? \w+): (\d+\.\d\d)×")
+NUMBER = re.compile(r"([\d,]+(?:\.\d+)?) ([\w/]+)")
+SAID = re.compile(r"(.+), ([\d,]+(?:\.\d+)? [\w/]+): (\d+\.\d\d)×")
 
 
 def table(text: str) -> tuple[list[str], list[list[str]]]:
@@ -39,8 +39,8 @@ def problems(text: str, rows: list[dict[str, str]]) -> list[str]:
         ours = [r for r in mine if r["provider"] == "sage_kernels" and r["recipe"] == figure.recipe][-1]
         at = mine.index(ours)
         run = [r for r in mine[:at] if (r["commit"], r["gpu"]) == (ours["commit"], ours["gpu"])]
-        stock = {r["provider"]: float(r["median"]) for r in run if r["provider"].startswith("torch_")}
-        more = figure.metric == "throughput"
+        stock = {r["provider"]: float(r["median"]) for r in run if r["provider"].startswith(("torch_", "stock_"))}
+        more = figure.metric in COUNTED_UP
         best = (max if more else min)(stock.values())
         if what != figure.what or figure.number(float(ours["median"])) != own:
             found.append(f"{what}: {own} is not the newest row")
