@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 import sage_kernels
 from sage_processors.cli import main as cli
+from sage_processors.language.generation import paged_cache
 from tests.docs.blocks import PAGES, blocks
 from tests.docs.stand_ins import stand_in
 from tests.support.repository import ROOT
@@ -58,6 +59,8 @@ def count_calls(monkeypatch) -> list[str]:
 
     for name in ("sage_attention", "sage_decode_attention", "differentiable_attention", "mixed_attention"):
         monkeypatch.setattr(sage_kernels, name, counted(name, getattr(sage_kernels, name)))
+    for name in ("sage_attention_varlen", "paged_attention"):
+        monkeypatch.setattr(paged_cache, name, counted(name, getattr(paged_cache, name)))
     return calls
 
 

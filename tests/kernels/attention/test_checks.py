@@ -132,7 +132,7 @@ def no_launch(monkeypatch):
     def launched(*_, **__):
         raise AssertionError("an op ran although the input is bad")
 
-    monkeypatch.setattr("sage_kernels.ops.attention._run", launched)
+    monkeypatch.setattr("sage_kernels.ops.attention._compute", launched)
 
 
 def check_raises(inputs, options, error, words):
