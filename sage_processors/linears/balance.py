@@ -61,12 +61,17 @@ def vector_of(state, device: torch.device) -> torch.Tensor | None:
     return None if state.balance is None else state.balance.on(device)
 
 
+def column_norms(weight: torch.Tensor) -> torch.Tensor:
+    """Return the norms of all columns of a weight [N, K]: fp32 [K], without a copy of it in fp32."""
+    return torch.linalg.vector_norm(in_16_bit(weight.detach()), dim=0, dtype=torch.float32)
+
+
 def column_sizes(weight: torch.Tensor) -> torch.Tensor | None:
     """Return log2(norm / median norm) of all columns of a weight [N, K]: fp32 [K], on the CPU.
 
     Returns None for a weight that is not finite or mostly zero, as its norms say nothing.
     """
-    norms = torch.linalg.vector_norm(in_16_bit(weight.detach()), dim=0, dtype=torch.float32).cpu()
+    norms = column_norms(weight).cpu()
     middle = norms.median()
     if not (norms.isfinite().all() and middle > 0):
         return None

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .balance import column_norms
 from .postponed.norm_layers import norm_width
 from .weights.layers import linear_layers
 
@@ -74,7 +75,7 @@ def _vector(squares: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tensor 
     """Return the balance [K] for an activation with these sums of squares, or None for none."""
     if not weights:
         return None
-    columns = torch.stack([weight.float().square().sum(0) for weight in weights]).sum(0)
+    columns = torch.stack([column_norms(weight).square() for weight in weights]).sum(0)
     sizes = squares.clamp_min(squares.amax() * 2.0**-40), columns.clamp_min(columns.amax() * 2.0**-40)
     exponents = (sizes[0].log2() - sizes[1].log2()) / 4
     exponents = (exponents - exponents.median()).round().clamp(-MOST, MOST)

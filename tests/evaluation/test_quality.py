@@ -222,3 +222,20 @@ def test_study_variants_are_every_planned_rule():
         -1.0,
     }
     assert all(variants[n].warm for n in ("static", "sigma_power", "sigma_ratio", "sigma_ratio_printed"))
+
+
+@pytest.mark.slow("draws twelve pictures, and six stock ones")
+def test_pictures_with_p_and_v_in_int8_are_within_3_db_of_those_with_16_bit():
+    """Whose keys are many and alike, as image tokens and padded prompts are: P rounded to nearest is 5 dB off."""
+    words = zip(
+        "red yellow green white blue red".split(),
+        "circle star heart square star heart".split(),
+        "blue black yellow red white green".split(),
+        strict=True,
+    )
+    prompts = [f"a {color} {shape} on a {ground} background" for color, shape, ground in words]
+    recipes = ("qk_int8_pv_bf16", "qk_int8_pv_int8")
+    variants = [quality.Variant(recipe, sp.SageAttnProcessor(recipe=recipe)) for recipe in recipes]
+    results = quality.evaluate(pipeline("tiny_sd"), prompts, range(6), variants, steps=2, batch=6)
+    usual, int8 = (sum(results[recipe].psnr_db) / 6 for recipe in recipes)
+    assert usual - int8 <= 3.0

@@ -104,7 +104,10 @@ def sampled_center(k: torch.Tensor, counts: torch.Tensor | None = None) -> torch
 
 
 def _integer_mean(sample: torch.Tensor, counted: torch.Tensor | None, dims: tuple[int, ...]) -> torch.Tensor:
-    """Mean over the tokens of a sample [B, H, S, D], summed in integer steps of the largest element over `dims`."""
+    """Return the mean over the tokens of a sample [B, H, S, D], summed as integers.
+
+    dims: over which the largest element is taken; a step of the integers is a share of it.
+    """
     number: int | torch.Tensor = CENTER_SAMPLES
     if counted is not None:
         sample = torch.where(counted, sample, 0.0)

@@ -152,8 +152,7 @@ class LinearState:
         version: number of times that its 8-bit weight was made.
         touched: the 16-bit weight was handed out since it was last compared, or gradients were enabled. Then it may
             have changed without a counted write: through `.data`, or by a fused optimizer. bias_touched: of the bias.
-        dropped: the 16-bit weight is gone.
-        is_gated: calls of many rows run in 16 bit while there is a 16-bit weight.
+        dropped: the 16-bit weight is gone. is_gated: calls of many rows run in 16 bit until then.
         failed: its weight can't be quantised. failure: the reason, "weight" or "memory".
         short_below: calls with fewer numbers in their input are short; 0 if no call is.
         is_short_compiled: a compiled call was short.
@@ -165,7 +164,7 @@ class LinearState:
         self.label, self.format, self.on_unsupported, self.shared = label, format, on_unsupported, shared
         self.events = EventCounter(len(EVENTS))
         self.storage: Any = None
-        self.index = 0
+        self.index = self.version = 0
         self.bias: Any = None
         self.run: Any = None
         self.balance: Any = None
@@ -173,7 +172,6 @@ class LinearState:
         self.probe: Any = None
         self.short_below, self.is_short_compiled = 0, False
         self.is_resting = self.is_gated = self.is_balanced = False
-        self.version = 0
         self.touched = self.bias_touched = self.dropped = self.failed = False
         self.failure = "weight"
         self._weight: Any = _nothing
