@@ -324,8 +324,8 @@ def test_P66_calls_that_no_graph_could_stand_for_run_eagerly():
     with torch.enable_grad():
         model(**inputs)
     with torch.no_grad():
-        with torch.autocast("cpu", dtype=torch.bfloat16):  # a kind of its own
-            model(**inputs)
+        with torch.autocast("cpu", dtype=torch.bfloat16):  # a kind of its own, for the same arguments
+            model(**inputs, return_dict=False)
         with Looking():
             model(**inputs)
         model(**inputs | {"joint_attention_kwargs": {"ip_hidden_states": [object()]}})
