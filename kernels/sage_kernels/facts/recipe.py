@@ -25,6 +25,9 @@ SHRINK_LIMIT = 0.875
 # kind must stay below the limit; one with keys five times as large, or channels eight times as large, must not.
 FIT_SAMPLES, FIT_LIMIT = 16, 2.6
 
+# Ranges of codes that are tried for a weight's row, as shares of its largest element
+SHRINKS = (1.0, 0.975, 0.95, 0.925, 0.9, 0.875, 0.85)
+
 # e4m3: 4 significant bits from 2^-6 on, steps of 2^-9 below, nothing above 448 but NaN.
 E4M3_MAX = 448.0
 # Q and K in e4m3 have 128 where INT8 has 127. A floating-point format is as precise there as at 448, and the largest

@@ -76,16 +76,14 @@ def quantize_activation(
     return QuantizedRows(*result)
 
 
-# Elements of a weight that are in fp32 at a time: a whole one may not fit beside a model
+# Elements of a weight that are in fp32 at a time on a CPU: a whole one may not fit beside a model
 WORKED_ON = 2**21
-# Ranges of codes that are tried for a weight's row, as shares of its largest element
-SHRINKS = (1.0, 0.975, 0.95, 0.925, 0.9, 0.875, 0.85)
 
 
 def quantize_weight(
     weight: torch.Tensor, *, format: str = "int8", balance: torch.Tensor | None = None, is_gated: bool = False
 ) -> QuantizedRows:
-    """Quantise a linear layer's weight, one scale per output channel. Runs once, in plain PyTorch.
+    """Quantise a linear layer's weight, one scale per output channel.
 
     The range of a row's codes is its largest element or a smaller share of it (SHRINKS), whichever leaves the least
     squared error: a row with one outlier then rounds all its other elements finer.
@@ -99,32 +97,28 @@ def quantize_weight(
     Returns: codes [N, K], scale [N].
     """
     check_weight(weight, format, balance, is_gated)
-    codes = torch.empty(weight.shape, dtype=CODE_TYPES[format], device=weight.device)
-    scale = torch.empty(weight.shape[:1], dtype=torch.float32, device=weight.device)
-    step = max(1, WORKED_ON // weight.shape[1])
-    for rows, own_codes, own_scale in zip(
-        weight.detach().split(step), codes.split(step), scale.split(step), strict=True
-    ):
-        for place, made in zip((own_codes, own_scale), _quantized(rows, format, balance), strict=True):
-            place.copy_(made)
+    weight = weight.detach()
+    if _has_kernel_for_weights(weight.device, format):
+        from .._triton.linear.quantize_weight import launch_quantize_weight
+
+        codes, scale = launch_quantize_weight(weight, format, balance)
+    else:
+        codes = torch.empty(weight.shape, dtype=CODE_TYPES[format], device=weight.device)
+        scale = torch.empty(weight.shape[:1], dtype=torch.float32, device=weight.device)
+        step = max(1, WORKED_ON // weight.shape[1])
+        for rows, *places in zip(weight.split(step), codes.split(step), scale.split(step), strict=True):
+            for place, made in zip(places, reference.ref_quantize_weight(rows, format, balance), strict=True):
+                place.copy_(made)
     if is_gated:
         codes, scale = interleaved(codes), interleaved(scale)
     return QuantizedRows(*_aligned(codes, scale))
 
 
-def _quantized(weight: torch.Tensor, format: str, balance: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise some rows of a weight. Returns codes [N, K], scale [N]."""
-    w = weight.float() if balance is None else weight.float() / balance.float()
-    if format == "fp8":  # relative precision does not depend on the range
-        return reference.quantize(w, format)
-    amax = w.abs().amax(-1)
-    best, least = amax, torch.full_like(amax, torch.inf)
-    for shrink in SHRINKS:
-        codes, scale = reference.quantize(w, format, amax * shrink)
-        error = (codes.float() * scale[:, None] - w).square().sum(-1)
-        best = torch.where(error < least, amax * shrink, best)
-        least = torch.minimum(error, least)
-    return reference.quantize(w, format, best)
+def _has_kernel_for_weights(device: torch.device, format: str) -> bool:
+    """Return True on a GPU that has the format of codes."""
+    if device.type != "cuda":
+        return False
+    return format != "fp8" or torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def _aligned(codes: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

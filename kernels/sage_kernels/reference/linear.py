@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..facts.numerics import divide, round_to_e4m3
-from ..facts.recipe import AMAX_FLOOR, E4M3_MAX, GATED, INT8_MAX
+from ..facts.recipe import AMAX_FLOOR, E4M3_MAX, GATED, INT8_MAX, SHRINKS
 
 
 # Constants of GELU's tanh form, x · sigmoid(2 · sqrt(2 / pi) · (x + 0.044715 x³))
@@ -49,6 +49,21 @@ def quantize(x, format: str, amax=None):
     y = finite * divide(largest, amax)[..., None]
     y = round_to_e4m3(y).to(torch.float8_e4m3fn) if format == "fp8" else torch.round(y).clamp(-127, 127).to(torch.int8)
     return y, amax / largest + lost
+
+
+def ref_quantize_weight(weight, format: str, balance=None):
+    """Compute `sage_kernels.quantize_weight` for rows [N, K]: codes [N, K] and scale fp32 [N]."""
+    w = weight.float() if balance is None else weight.float() / balance.float()
+    if format == "fp8":  # relative precision does not depend on the range
+        return quantize(w, format)
+    amax = w.abs().amax(-1)
+    best, least = amax, torch.full_like(amax, torch.inf, dtype=torch.float64)
+    for shrink in SHRINKS:
+        codes, scale = quantize(w, format, amax * shrink)
+        error = (codes.float() * scale[:, None] - w).square().sum(-1, dtype=torch.float64)
+        best = torch.where(error < least, amax * shrink, best)
+        least = torch.minimum(error, least)
+    return quantize(w, format, best)
 
 
 def ref_quantized_linear(codes, scale, weight, weight_scale, bias, activation, gate, residual, dtype):

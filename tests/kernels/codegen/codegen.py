@@ -34,6 +34,7 @@ from sage_kernels._triton.heads.qk_norm_rope import _HEADS, _TOKENS, _qk_norm_ro
 from sage_kernels._triton.linear.launch import _GROUP, quantize_shape
 from sage_kernels._triton.linear.matmul import STRIP, _add_parts_kernel, _linear_kernel
 from sage_kernels._triton.linear.quantize_rows import _quantize_rows_kernel
+from sage_kernels._triton.linear.quantize_weight import _quantize_weight_kernel
 from sage_kernels._triton.linear.tiles import POINTERS, choose_linear_tile, choose_weight_only_tile
 from sage_kernels._triton.linear.weight_only import _weight_only_kernel, prefetch_instruction
 from sage_kernels._triton.mixed.kernel import _mixed_attention_kernel
@@ -47,7 +48,7 @@ from sage_kernels._triton.prologue.prepare_value_codes import _value_reach_kerne
 from sage_kernels._triton.prologue.prepare_values import _value_amax_kernel
 from sage_kernels._triton.prologue.prologue import _REGISTERS, _prologue_kernel, constants_of, warps_of
 from sage_kernels._triton.prologue.rotate import MAX_WIDTH, MIN_WIDTH, ROWS, TILES, _rotate_kernel
-from sage_kernels.facts.recipe import BLOCK, GATED
+from sage_kernels.facts.recipe import BLOCK, GATED, SHRINKS
 
 
 TOOLS = Path(triton.backends.nvidia.__file__).parent / "bin"
@@ -407,6 +408,14 @@ def quantize_rows(name: str, columns: int, norm: str = "none", fp8: bool = False
     return row("quantize_rows", _quantize_rows_kernel, name, constants, types, ("count",), num_warps=warps)
 
 
+def quantize_weight(name: str, fp8: bool = False):
+    """Rows of a weight in 8 bit."""
+    constants = {"WIDTH": 1024, "SHRINKS": SHRINKS, "HAS_BALANCE": False, "FP8": fp8}
+    types = {"w_ptr": "*bf16", "codes_ptr": "*fp8e4nv" if fp8 else "*i8"}
+    sizes = ("depth", "stride_w", "stride_codes")
+    return row("quantize_weight", _quantize_weight_kernel, name, constants, types, sizes, num_warps=4)
+
+
 # of an 8-bit matmul: rows, columns, activation function, the gate of gate · y + residual: one of each row, one for
 # all, or none of it. Few rows of text or of a vector, few tiles, many
 LINEARS = {
@@ -507,6 +516,7 @@ def linears(name: str):
     """As `kernels`, of the 8-bit linear layers."""
     for columns, norm in ((3072, "layer"), (3072, "none"), (15360, "none"), (15360, "beside"), (100, "rms")):
         yield f"{name}/quantize_rows/int8/{columns}/{norm}", quantize_rows(name, columns, norm)
+    yield f"{name}/quantize_weight/int8", quantize_weight(name)
     kinds = LINEARS if name == "sm_90" else [kind for kind in LINEARS if kind != "few"]  # which have one tile there
     for kind in kinds:
         yield f"{name}/linear/int8/{kind}", linear(name, kind)
@@ -517,6 +527,7 @@ def linears(name: str):
             yield f"{name}/weight_only/{dtype}/few", weight_only(name, "few", dtype)
     if name in FP8_TARGETS:
         yield f"{name}/quantize_rows/fp8/3072/layer", quantize_rows(name, 3072, "layer", fp8=True)
+        yield f"{name}/quantize_weight/fp8", quantize_weight(name, fp8=True)
         yield f"{name}/weight_only/fp8/few", weight_only(name, "few", fp8=True)
         for kind in ("16", "64", "many", "many/gate_residual"):
             yield f"{name}/linear/fp8/{kind}", linear(name, kind, fp8=True)

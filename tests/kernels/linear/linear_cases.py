@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import sage_kernels.ops.linear_dynamic
-from sage_kernels import QuantizedRows, quantize_activation, quantized_linear, weight_only_linear
+from sage_kernels import QuantizedRows, quantize_activation, quantize_weight, quantized_linear, weight_only_linear
 from sage_kernels.facts.recipe import GATED
 from sage_kernels.ops import linear
 from sage_kernels.reference.linear import ref_quantize_activation
@@ -33,6 +33,7 @@ class Linears:
         if tier == "reference":
             return
         from sage_kernels._triton.linear import launch
+        from sage_kernels._triton.linear.quantize_weight import launch_quantize_weight
 
         def launch_linear(*given, **options):
             return launch.launch_quantized_linear(*given, **options, tile=self.tile)
@@ -45,6 +46,7 @@ class Linears:
             patch.setattr(module, "try_replay", lambda *_, **__: (None, None))
         if tier == "interpreter":
             patch.setattr(linear.reference, "ref_quantize_activation", launch.launch_quantize_activation)
+            patch.setattr(linear.reference, "ref_quantize_weight", launch_quantize_weight)
             patch.setattr(linear.reference, "ref_quantized_linear", launch_linear)
             patch.setattr(linear.reference, "ref_weight_only_linear", launch_weight_only)
         else:
@@ -71,6 +73,11 @@ class Linears:
             result.scale.is_contiguous() and result.codes.stride() == linear._new_rows(x, columns, torch.int8).stride()
         )
         return QuantizedRows(*(y.cpu() for y in result))
+
+    def quantize_weight(self, weight, **options) -> QuantizedRows:
+        skip_without_fp8(self.device, options.get("format"))
+        options = {n: self.to_device(y) for n, y in options.items()}
+        return QuantizedRows(*(y.cpu() for y in quantize_weight(self.to_device(weight), **options)))
 
     def multiply(self, x, weight, bias=None, tile=None, **options):
         self.tile = tile

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from sage_kernels import quantize_weight
-from sage_kernels.ops.linear import SHRINKS, interleaved
+from sage_kernels.facts.recipe import SHRINKS
+from sage_kernels.ops.linear import interleaved
+from sage_kernels.reference.linear import ref_quantize_weight
 from tests.kernels.linear.linear_cases import FORMATS, normal, oracle
 
 
@@ -70,6 +72,21 @@ def test_the_searched_range_of_a_weight_row_is_never_worse_than_the_plain_one(dt
         assert error(searched)[1] < 0.95 * error(plain)[1] and shrinks[1] < 0.99
     fp8 = quantize_weight(weight, format="fp8")
     assert torch.equal(fp8.scale, oracle(weight, format="fp8").scale)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("shape", [(5, 1), (6, 100), (4, 1024), (2, 3000)])
+def test_any_device_quantises_a_weight_to_the_same_bits(linears, format, shape):
+    for i, dtype in enumerate((torch.bfloat16, torch.float32)):
+        weight = normal(*shape, seed=i)
+        weight[0], weight[1, 0] = 0.0, 40.0  # a row of zeros, and an outlier, whose row takes a smaller range
+        balance = normal(shape[1], seed=2).exp() if i else None
+        strided = torch.stack([weight, weight.roll(1)], 1).to(dtype)[:, 0]
+        for given in (weight.to(dtype), strided, weight.to(dtype).mT.contiguous().mT):
+            rows = linears.quantize_weight(given, format=format, balance=balance)
+            codes, scale = ref_quantize_weight(given, format, balance)
+            assert torch.equal(rows.codes.view(torch.uint8), codes.view(torch.uint8))
+            assert torch.equal(rows.scale, scale)
 
 
 def test_weights_are_balanced_and_interleaved():
