@@ -44,6 +44,12 @@ class Masking(NamedTuple):
         return (self.mask is not None and not self.by_key) or self.softcap > 0 or self.sinks is not None
 
 
+    @property
+    def by_mask(self) -> bool:
+        """True if a mask that differs by row or head is all that comes between the scores and the softmax."""
+        return self.mask is not None and not self.by_key and self.softcap == 0 and self.sinks is None
+
+
 NO_MASKING = Masking()
 
 

@@ -163,7 +163,8 @@ def attention(
     the tile table's choice; tile: None for the tile table's. keys: how many there are. packed: of sequences, as
     `device_tile` has it."""
     capability = _capability(name)
-    tile = tile or choose_tile(capability, width, scaling, mask == "rows", pv, reference != "lagged")
+    rows, running = mask == "rows", reference != "lagged"
+    tile = tile or choose_tile(capability, width, scaling, rows, pv, running, by_mask=rows)
     if packed and tile.kernel == "hopper":
         tile = choose_tile(capability, width, scaling, True, pv, True)
     if pv == "int8" and tile.kernel != "hopper":
@@ -200,7 +201,7 @@ def attention(
         constants |= {
             "NUM_BUFFERS": tile.num_stages,
             "GROUPS": tile.block_m // 64,
-            "SLICE": query_slice(keys, causal, mask == "keys", reference == "lagged"),
+            "SLICE": query_slice(keys, causal, mask in ("keys", "rows"), reference == "lagged"),
             "SPLIT": mask in ("none", "tiles"),
         }
         options = {"num_warps": 4}
@@ -265,10 +266,10 @@ def value_reach(name: str, width: int):
 
 def mask_tiles(name: str, kind: str):
     """The kernels that read a mask: nothing to count but that they compile without spilling."""
-    kernel = _key_mask_kernel if kind == "keys" else _row_mask_kernel
+    kernel, warps = (_key_mask_kernel, 8) if kind == "keys" else (_row_mask_kernel, 4)
     constants = {"BLOCK_N": 128} | ({} if kind == "keys" else {"BLOCK_M": 64})
-    types = {"mask_ptr": "*u8", "extent_ptr": "*i32", "tiles_ptr": "*i32", "numbers_ptr": "*i32"}
-    return row("mask_tiles", kernel, name, constants, types, num_warps=8)
+    types = {"mask_ptr": "*u8", "extent_ptr": "*i32", "tiles_ptr": "*i32", "numbers_ptr": "*i32", "kinds_ptr": "*i8"}
+    return row("mask_tiles", kernel, name, constants, types, num_warps=warps)
 
 
 def skipping(name: str, width: int = 128):

@@ -69,12 +69,12 @@ def device_tile(
             f"recipe: got P and V in FP8 on {name} (compute capability {major}.{minor}), expected an NVIDIA GPU of "
             f"8.9 or newer; use recipe={DEFAULT_RECIPE!r}"
         )
-    by_row = masking.by_row
-    tile = choose_tile(capability, width, scaling, by_row, pv, not lagged)
+    by_row, running = masking.by_row, not lagged
+    tile = choose_tile(capability, width, scaling, by_row, pv, running, masking.by_mask)
     if tile.kernel == "hopper" and (packed or not hopper or not compat.has_gluon()):
-        tile = choose_tile(capability, width, scaling, True, pv, not lagged)
+        tile = choose_tile(capability, width, scaling, True, pv, running)
     if tile.kernel == "tma" and compat.TensorDescriptor is None:  # this Triton has no descriptors: a tile for pointers
-        tile = choose_tile(89 if pv == "fp8_e4m3" else 80, width, scaling, by_row, pv, not lagged)
+        tile = choose_tile(89 if pv == "fp8_e4m3" else 80, width, scaling, by_row, pv, running)
     return tile
 
 
@@ -245,8 +245,7 @@ def _launch_hopper(tile: Tile, tiles: int, q, prepared: Prepared, v, first, mask
     launch(
         hopper.attention_fwd_hopper_kernel, whole + (tiles - whole) * pieces,
         q, describe(prepared.codes.view(-1, width), [block_n, width]), scales, describe(v, value_block), *first,
-        *(none if x is None else x for x in (mask.reach, mask.tiles, mask.numbers)),
-        mask.reach_strides[0], mask.list_strides[0], masking.left, masking.right, masking.offset, *parts, *sizes,
+        *_mask_arguments(masking, mask, none, hopper=True), *parts, *sizes,
         **constants, NUM_BUFFERS=tile.num_stages, GROUPS=tile.block_m // 64,
         num_warps=4, launch_pdl=True, enable_fp_fusion=False,
     )  # fmt: skip
@@ -273,14 +272,19 @@ def _launch_plain(tile: Tile, tiles: int, q, prepared: Prepared, v, first, maski
     )  # fmt: skip
 
 
-def _mask_arguments(masking: Masking, mask: MaskTiles, none: torch.Tensor) -> list:
-    """Return the arguments of the Triton kernel from mask_ptr to softcap."""
-    given, strides = None, (0, 0, 0, 0)
+def _mask_arguments(masking: Masking, mask: MaskTiles, none: torch.Tensor, hopper: bool = False) -> list:
+    """Return the arguments from mask_ptr to offset (Hopper kernel) or softcap (Triton kernel)."""
+    given, strides = None, [0, 0, 0, 0]
     if mask.kind == "rows":
         given = as_loadable(masking.mask)
+        if hopper and given.stride(3) != 1:
+            given = given.contiguous()
         strides = broadcast_strides(given)
-    tensors = [given, mask.reach, mask.tiles, mask.numbers, masking.sinks]
-    return [
-        *(none if x is None else x for x in tensors), *strides, *mask.reach_strides, *mask.list_strides,
-        masking.left, masking.right, masking.offset, masking.softcap * LOG2_E,
-    ]  # fmt: skip
+    of_list, reach = [mask.reach, mask.tiles, mask.numbers], [*mask.reach_strides]
+    window = [masking.left, masking.right, masking.offset]
+    if hopper:
+        tensors, numbers = [given, *of_list], [*strides[:3], *reach, *mask.list_strides[:2], *window]
+    else:
+        tensors = [given, *of_list, masking.sinks]
+        numbers = [*strides, *reach, *mask.list_strides, *window, masking.softcap * LOG2_E]
+    return [*(none if x is None else x for x in tensors), *numbers]

@@ -53,8 +53,9 @@ _HOPPER = {
     256: Tile(64, 64, 4, 2, "tma"),
 }
 _HOPPER_256_PER_TOKEN = Tile(64, 32, 4, 2, "tma")
-# The Hopper kernel has no mask that differs by row: at width 128 its pointers take too many registers. Not timed: the
-# tiles whose loop over complete tiles does not spill.
+# A mask that differs by row: with two consumers there are registers for its elements.
+_HOPPER_MASK = {64: Tile(128, 64, 4, 6, "hopper", True), 128: Tile(128, 64, 4, 6, "hopper", True)}
+# The Hopper kernel has no soft cap and no sinks. Not timed: tiles whose loop over complete tiles does not spill.
 _HOPPER_ROWS = {64: Tile(64, 128, 4, 3, "tma"), 128: Tile(64, 128, 8, 2, "tma")}
 _OTHER_ROWS = Tile(64, 64, 8, 2, "pointers")
 # Not timed: chosen from registers, spills and loop counts of the compiled kernels (tests/codegen.json). At
@@ -134,8 +135,9 @@ def _int8_tile(capability: int, width: int, by_row: bool) -> Tile:
 
 
 def choose_tile(
-    capability: int, width: int, scaling: str, by_row: bool = False, pv: str = "16bit", running: bool = False
-) -> Tile:
+    capability: int, width: int, scaling: str, by_row: bool = False, pv: str = "16bit", running: bool = False,
+    by_mask: bool = False,
+) -> Tile:  # fmt: skip
     """Return the tile of a launch.
 
     Args:
@@ -147,11 +149,14 @@ def choose_tile(
             calls has its last query tiles cut along the keys (`choose_tail`).
         pv: format of P and V in the recipe. "fp8_e4m3" needs capability 89; "int8" and "int8_tensor" run everywhere.
         running: with 8-bit P, True if no row maxima of the previous step are known.
+        by_mask: by_row, for a mask alone.
     """
     if pv == "int8" and capability == 90 and width <= 128 and not by_row:
         return _INT8_HOPPER_PER_TOKEN if scaling == "per_token" and width == 128 else _INT8_HOPPER
     if pv in ("int8", "int8_tensor"):
         return _int8_tile(capability, width, by_row)
+    if by_mask and capability == 90 and width <= 128 and pv == "16bit":
+        return _HOPPER_MASK[width]
     if by_row and capability == 90 and width <= 128:
         return (_HOPPER_ROWS if pv == "16bit" else _FP8_HOPPER_ROWS)[width]
     if by_row and width == 128:

@@ -90,35 +90,51 @@ def _key_mask_kernel(mask_ptr, reach_ptr, extent_ptr, tiles_ptr, numbers_ptr, st
     close_list(tiles_ptr, numbers_ptr + b * 2, n_tiles, full, partial)
 
 
+# what a query tile sees of a key tile
+_HIDDEN = tl.constexpr(0)
+_PARTIAL = tl.constexpr(1)
+_FULL = tl.constexpr(2)
+
+
 @triton.jit(do_not_specialize=["seq_q", "seq_kv", "mask_heads", "reach_heads", "group"])
-def _row_mask_kernel(mask_ptr, reach_ptr, tiles_ptr, numbers_ptr, stride_mb, stride_mh, stride_mq, stride_mk,
+def _row_mask_kernel(mask_ptr, reach_ptr, extent_ptr, kinds_ptr, stride_mb, stride_mh, stride_mq, stride_mk,
                      seq_q, seq_kv, mask_heads, reach_heads, group,
                      BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
+    """Look at one query tile's mask of one key tile. Grid: lists · key tiles."""
     m_tiles = tl.cdiv(seq_q, BLOCK_M)
     n_tiles = tl.cdiv(seq_kv, BLOCK_N)
-    which = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(0) % n_tiles
+    which = (tl.program_id(0) // n_tiles).to(tl.int64)
     m = (which % m_tiles).to(tl.int32)
     h = (which // m_tiles % mask_heads).to(tl.int32)
     b = which // m_tiles // mask_heads
     rows = m * BLOCK_M + tl.arange(0, BLOCK_M)
+    keys = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = (rows < seq_q)[:, None] & (keys < seq_kv)[None, :]
     base = mask_ptr + b * stride_mb + h.to(tl.int64) * stride_mh + rows.to(tl.int64)[:, None] * stride_mq
-    h_reach = tl.where(reach_heads > 1, h // group, 0)
-    reach_ptr += (b * reach_heads + h_reach) * n_tiles * BLOCK_N
+    bias = load_bias(base + keys.to(tl.int64)[None, :] * stride_mk, inside)
+    reach = tl.max(bias, 0)
+    of_head = b * reach_heads + tl.where(reach_heads > 1, h // group, 0)
+    tl.atomic_max(reach_ptr + of_head * n_tiles * BLOCK_N + keys, reach, mask=reach > float("-inf"), sem=RELAXED)
+    extent = tl.max(tl.where(reach > _FAINT, keys + 1, 0), 0)
+    tl.atomic_max(extent_ptr + of_head, extent, sem=RELAXED)
+    is_any = tl.max(reach, 0) > float("-inf")
+    is_full = tl.max(tl.max((bias != 0.0).to(tl.int32), 1), 0) == 0
+    tl.store(kinds_ptr + tl.program_id(0).to(tl.int64), tl.where(is_full, _FULL, tl.where(is_any, _PARTIAL, _HIDDEN)))
+
+
+@triton.jit(do_not_specialize=["n_tiles"])
+def _list_tiles_kernel(kinds_ptr, tiles_ptr, numbers_ptr, n_tiles):
+    """Make the list of one query tile from what it sees of each key tile. Grid: lists."""
+    which = tl.program_id(0).to(tl.int64)
+    kinds_ptr += which * n_tiles
     tiles_ptr += which * n_tiles
     full = 0
     partial = 0
-    for tile in range(n_tiles):
-        keys = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        inside = (rows < seq_q)[:, None] & (keys < seq_kv)[None, :]
-        bias = load_bias(base + keys.to(tl.int64)[None, :] * stride_mk, inside)
-        reach = tl.max(bias, 0)
-        tl.atomic_max(reach_ptr + keys, reach, mask=reach > float("-inf"), sem=RELAXED)
-        is_any = tl.max(reach, 0) > float("-inf")
-        is_full = tl.max(tl.max((bias != 0.0).to(tl.int32), 1), 0) == 0
-        full, partial = append_tiles(
-            tiles_ptr, n_tiles, tile + tl.arange(0, 1), tl.arange(0, 1) * 0 + is_any, tl.arange(0, 1) * 0 + is_full,
-            full, partial,
-        )  # fmt: skip
+    for first in range(0, n_tiles, TILES_PER_STEP):
+        tile = first + tl.arange(0, TILES_PER_STEP)
+        kind = tl.load(kinds_ptr + tile, mask=tile < n_tiles, other=_HIDDEN)
+        full, partial = append_tiles(tiles_ptr, n_tiles, tile, kind != _HIDDEN, kind == _FULL, full, partial)
     close_list(tiles_ptr, numbers_ptr + which * 2, n_tiles, full, partial)
 
 
@@ -127,7 +143,7 @@ def launch_mask_tiles(
 ) -> MaskTiles:
     """Make the tile lists and `reach` of masking.mask, if there is one.
 
-    One launch for a mask of keys; otherwise one launch and a few small reductions.
+    One launch for a mask of keys, two for others.
 
     heads, kv_heads: of queries and of keys. block_m, block_n: rows and keys of the attention kernel's tile.
     """
@@ -165,15 +181,16 @@ def launch_mask_tiles(
     reach = torch.full(
         (mask_batch, reach_heads, n_tiles * block_n), -torch.inf, dtype=torch.float32, device=mask.device
     )
+    extent = torch.zeros(mask_batch, reach_heads, dtype=torch.int32, device=mask.device)
     tiles = torch.empty(mask_batch * mask_heads * m_tiles, n_tiles, dtype=torch.int32, device=mask.device)
+    kinds = torch.empty(tiles.shape, dtype=torch.int8, device=mask.device)
     numbers = torch.empty(tiles.shape[0], 2, dtype=torch.int32, device=mask.device)
     launch(
-        _row_mask_kernel, tiles.shape[0],
-        mask, reach, tiles, numbers, *strides, seq_q, seq_kv, mask_heads, reach_heads, heads // kv_heads,
-        BLOCK_M=block_m, BLOCK_N=block_n, num_warps=8, enable_fp_fusion=False,
+        _row_mask_kernel, tiles.numel(),
+        mask, reach, extent, kinds, *strides, seq_q, seq_kv, mask_heads, reach_heads, heads // kv_heads,
+        BLOCK_M=block_m, BLOCK_N=block_n, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
-    last = torch.arange(1, reach.shape[2] + 1, dtype=torch.int32, device=mask.device)
-    extent = torch.where(reach > FAINT, last, 0).amax(2)
+    launch(_list_tiles_kernel, tiles.shape[0], kinds, tiles, numbers, n_tiles, num_warps=1)
     by_batch, by_head = int(mask_batch > 1), int(mask_heads > 1)
     list_strides = (by_batch * mask_heads * m_tiles, by_head * m_tiles, 1)
     return MaskTiles("rows", reach, extent, tiles, numbers, list_strides)

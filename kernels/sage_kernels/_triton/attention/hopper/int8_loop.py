@@ -86,7 +86,7 @@ def masked_tile_softmax(scores, row_scale, key_scale, rows, first_key, seen, SCO
     The reference of a row that sees none of its keys is -inf.
     """
     values, visible = masked_values(
-        scores, row_scale, key_scale, rows, first_key, seen, SCORES, BLOCK_N, MASKING, FORMAT
+        scores, row_scale, key_scale, rows, first_key, seen, 0, SCORES, BLOCK_N, MASKING, FORMAT
     )
     values = gl.where(visible, values, gl.full_like(values, float("-inf")))
     own = reference_of(gl.reduce(values, 1, _larger))

@@ -1,6 +1,6 @@
 """The attention kernel for Hopper (sm_90) in Gluon: one warp copies, two or three warpgroups compute.
 
-It computes the same as ../kernel.py, for causal attention, sliding windows, masks of keys and lists of key tiles.
+It computes the same as ../kernel.py, for causal attention, sliding windows, masks, and lists of key tiles.
 REFERENCE and PV mean the same as there. Two things go beyond Triton's own pipeliner: copies run ahead by as many tiles
 as the ring has slots, and P·V of one tile runs during the softmax of the next.
 
@@ -66,23 +66,24 @@ def _consume(program, GROUP_INDEX: gl.constexpr, KIND: gl.constexpr):
     """Run `consume` for one warpgroup.
 
     The warpgroup's index is passed as a value, so that Triton reads the code once and not once for each warpgroup. The
-    compiler sees it as a constant again once all is inlined. With a mask of keys it decides which part of a tile to
+    compiler sees it as a constant again once all is inlined. With a mask it decides which part of a tile to
     zero, and has to be a constant from the beginning.
     """
-    if KIND.masking.mask == "keys":
+    if KIND.masking.mask == "keys" or KIND.masking.mask == "rows":
         consume(program, GROUP_INDEX, KIND)
     else:
         consume(program, gl.to_tensor(GROUP_INDEX), KIND)
 
 
 @gluon.jit(do_not_specialize=[
-    "seq_q", "seq_kv", "heads", "group", "state_width", "left", "right", "offset", "reach_step_b", "list_step_b",
-    "whole", "pieces",
+    "seq_q", "seq_kv", "heads", "group", "state_width", "left", "right", "offset", "reach_step_b", "reach_step_h",
+    "list_step_b", "list_step_h", "whole", "pieces",
 ])  # fmt: skip
 def attention_fwd_hopper_kernel(
     q_ptr, keys, key_scales, values, out_ptr, lse_ptr, center_ptr, q_weight_ptr, q_amax_ptr,
     stats_ptr, row_ptr, counts_ptr, row_max_ptr, v_scale_ptr, state_width,
-    stride_qb, stride_qs, stride_qh, reach_ptr, tiles_ptr, numbers_ptr, reach_step_b, list_step_b,
+    stride_qb, stride_qs, stride_qh, mask_ptr, reach_ptr, tiles_ptr, numbers_ptr, stride_mb, stride_mh, stride_mq,
+    reach_step_b, reach_step_h, list_step_b, list_step_h,
     left, right, offset, partials_ptr, arrived_ptr, whole, pieces, seq_q, seq_kv, heads, group, softmax_scale,
     HEAD_DIM: gl.constexpr, WIDTH: gl.constexpr, BLOCK_N: gl.constexpr, NUM_BUFFERS: gl.constexpr,
     SCALING: gl.constexpr, RETURN_LSE: gl.constexpr, MASK: gl.constexpr, HAS_BIAS: gl.constexpr,
@@ -91,7 +92,7 @@ def attention_fwd_hopper_kernel(
 ):  # fmt: skip
     """Attention of one query tile: GROUPS · 64 rows of one head.
 
-    keys: descriptor of codes of K, [rows, WIDTH], padded to whole tiles. values: descriptor of V [B, S_kv, H_kv, D] in
+    mask_ptr: mask of rows, whose keys are next to each other. keys: descriptor of codes of K, [rows, WIDTH], padded to whole tiles. values: descriptor of V [B, S_kv, H_kv, D] in
     16 bit, or of 8-bit codes of V as the prologue lays them out. key_scales: quantisation scales of K, a pointer with
     one a key tile, or a descriptor with one a key (SCALING "per_token"). reach_ptr, tiles_ptr, numbers_ptr: of
     MaskTiles. With SPLIT, from program `whole` on, `pieces` programs share a query tile (split_keys.py), with partial
@@ -139,11 +140,16 @@ def attention_fwd_hopper_kernel(
         full = gl.load(numbers_ptr + program * 2)
         visited = gl.load(numbers_ptr + program * 2 + 1)
         first_full = full
-    else:
-        tiles_ptr += (b * list_step_b).to(gl.int64) * n_tiles
-        full = gl.load(numbers_ptr + b * list_step_b * 2)
-        visited = gl.load(numbers_ptr + b * list_step_b * 2 + 1)
+    else:  # a list for each sample ("keys"), or for its heads and query tiles, too ("rows")
+        which = b * list_step_b
         reach += b.to(gl.int64) * reach_step_b
+        if MASK == "rows":
+            which += h * list_step_h + m_tile
+            reach += h_kv * reach_step_h
+            mask_ptr += b.to(gl.int64) * stride_mb + h.to(gl.int64) * stride_mh
+        tiles_ptr += which.to(gl.int64) * n_tiles
+        full = gl.load(numbers_ptr + which * 2)
+        visited = gl.load(numbers_ptr + which * 2 + 1)
     visited = gl.maximum(visited, 1)  # rows that see no key walk one tile, all of it masked
     ring_first = first
     ring_full = full
@@ -196,7 +202,8 @@ def attention_fwd_hopper_kernel(
     )  # fmt: skip
     seen = Seen(
         reach=reach, tiles_ptr=tiles_ptr, n_tiles=n_tiles, first=ring_first, first_full=first_full, full=ring_full,
-        visited=ring_visited, left=left, right=right, offset=offset, seq_kv=seq_kv,
+        visited=ring_visited, left=left, right=right, offset=offset, seq_kv=seq_kv, mask_ptr=mask_ptr,
+        stride_mq=stride_mq, last_row=seq_q - 1,
     )  # fmt: skip
     inputs = Inputs(
         q_ptr=q_ptr, k_codes=keys, v_tiles=values, k_scales=key_scales, out_ptr=out_ptr,

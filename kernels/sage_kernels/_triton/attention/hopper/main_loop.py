@@ -6,8 +6,8 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 
 from ...hopper_primitives import barrier
 from .fp8_sums import add_to_earlier, halves, packed, store_earlier, with_earlier
-from .operands import as_operand, seen_tile, value_operand, zero_hidden_together
-from .softmax import fixed_softmax_tile, load_key_scale, masked_softmax_tile, softmax_tile, sum_in_lanes
+from .operands import as_operand, hides_values, seen_tile, value_operand, zero_hidden_together
+from .softmax import fixed_softmax_tile, load_key_scale, load_row_mask, masked_softmax_tile, softmax_tile, sum_in_lanes
 from .types import ROWS, Place, Sums, Total
 
 
@@ -71,7 +71,7 @@ def _key_step(
     k_tile = ring.k_tiles.index(slot).permute((1, 0))
     scores = warpgroup_mma(group.q_codes, k_tile, group.zero, use_acc=False, is_async=True)
     v_tile = value_operand(ring.v_tiles.index(slot), WIDTH, BLOCK_N, FORMAT.pv)
-    if MASKED and MASKING.mask == "keys" and not FP8:
+    if MASKED and hides_values(MASKING.mask) and not FP8:
         turn = i - gl.maximum(seen.full, 1)
         zero_hidden_together(v_tile, seen.reach, before * BLOCK_N, group.zeroed, turn, BLOCK_N, WIDTH, group_index)
     p_operand = as_operand(p, KIND.pv_dtype, LAYOUTS.p_operand, BLOCK_N)
@@ -80,12 +80,14 @@ def _key_step(
     # on both sides, which is cheap here, where all of them wait for the scores.
     ring.release_before(slot)
     barrier()
+    if MASKED:
+        given = load_row_mask(group.score_rows, tile * BLOCK_N, seen, SCORES, BLOCK_N, MASKING)
     scores = warpgroup_mma_wait(num_outstanding=1, deps=(scores,))
     if SCALE_PER_KEY:
         key_scale = load_key_scale(ring.k_scales.index(slot), SCALE_PER_KEY, SCORES)
     if MASKED:
         p, reference, running_sum, top, rescale = masked_softmax_tile(
-            scores, row_scale, key_scale, group.score_rows, tile * BLOCK_N, seen, reference, running_sum, top,
+            scores, row_scale, key_scale, group.score_rows, tile * BLOCK_N, seen, given, reference, running_sum, top,
             SCORES, BLOCK_N, MASKING, FORMAT, LAGGED,
         )  # fmt: skip
     elif FORMAT.reference == "running":
@@ -177,10 +179,11 @@ def sum_up(reference, group, group_index, KIND: gl.constexpr, LAYOUTS: gl.conste
     k_tile = ring.k_tiles.index(0).permute((1, 0))
     scores = warpgroup_mma(group.q_codes, k_tile, group.zero, use_acc=False, is_async=True)
     key_scale = load_key_scale(ring.k_scales.index(0), SCALE_PER_KEY, SCORES)
+    given = load_row_mask(group.score_rows, tile * BLOCK_N, seen, SCORES, BLOCK_N, MASKING)
     scores = warpgroup_mma_wait(num_outstanding=0, deps=(scores,))
     p, reference, running_sum, top, rescale = masked_softmax_tile(
-        scores, group.row_scale, key_scale, group.score_rows, tile * BLOCK_N, seen, reference, running_sum, top,
-        SCORES, BLOCK_N, MASKING, FORMAT, LAGGED,
+        scores, group.row_scale, key_scale, group.score_rows, tile * BLOCK_N, seen, given, reference, running_sum,
+        top, SCORES, BLOCK_N, MASKING, FORMAT, LAGGED,
     )  # fmt: skip
     if FP8:
         p = packed(p, BLOCK_N)
@@ -200,7 +203,7 @@ def sum_up(reference, group, group_index, KIND: gl.constexpr, LAYOUTS: gl.conste
 
     # P·V of the last tile
     v_tile = value_operand(ring.v_tiles.index(at.slot), WIDTH, BLOCK_N, FORMAT.pv)
-    if MASKING.mask == "keys" and not FP8:
+    if hides_values(MASKING.mask) and not FP8:
         if seen.visited > seen.full:
             turn = seen.visited - partial
             zero_hidden_together(

@@ -37,6 +37,12 @@ def value_operand(v_tile, WIDTH: gl.constexpr, BLOCK_N: gl.constexpr, PV: gl.con
     return rows
 
 
+@gluon.constexpr_function
+def hides_values(mask):
+    """Return True if a mask may hide keys from all rows, whose values may then be anything."""
+    return mask in ("keys", "rows")
+
+
 @gluon.jit
 def zero_hidden(v_tile, reach, first_key, FIRST: gl.constexpr, END: gl.constexpr, WIDTH: gl.constexpr):
     """Zero the values of hidden keys in shared memory, because a probability of 0 times NaN is NaN.

@@ -19,9 +19,9 @@ from ...hopper_primitives import barrier
 from .fp8_sums import packed
 from .int8_loop import masked_tile_softmax
 from .int8_sums import add_lacking, add_product, code_product, less_128, packed_codes, sum_of_codes, value_sums
-from .operands import as_operand, seen_tile, value_operand, zero_hidden
+from .operands import as_operand, hides_values, seen_tile, value_operand, zero_hidden
 from .producer import copy_keys, copy_values
-from .softmax import load_key_scale, masked_softmax_tile, softmax_tile, sum_in_lanes, to_lanes
+from .softmax import load_key_scale, load_row_mask, masked_softmax_tile, softmax_tile, sum_in_lanes, to_lanes
 from .types import ROWS, Seen
 
 
@@ -124,9 +124,10 @@ def _redo_tiles(
             of_tile = sum_of_codes(p, running_sum, BLOCK_N) * to_lanes(weight, running_sum)
             running_sum = gl.fma(running_sum, to_lanes(rescale, running_sum), of_tile)
         elif MASKED:
+            given = load_row_mask(group.score_rows, tile * BLOCK_N, seen, SCORES, BLOCK_N, KIND.masking)
             p, reference, running_sum, _, rescale = masked_softmax_tile(
-                scores, group.row_scale, key_scale, group.score_rows, tile * BLOCK_N, seen, reference, running_sum,
-                running_sum, SCORES, BLOCK_N, KIND.masking, FORMAT, False,
+                scores, group.row_scale, key_scale, group.score_rows, tile * BLOCK_N, seen, given, reference,
+                running_sum, running_sum, SCORES, BLOCK_N, KIND.masking, FORMAT, False,
             )  # fmt: skip
         else:
             p, reference, running_sum, rescale = softmax_tile(
@@ -138,7 +139,7 @@ def _redo_tiles(
         p_operand = as_operand(p, KIND.pv_dtype, LAYOUTS.p_operand, BLOCK_N)
         if FP8:
             mbarrier.wait(places.values_landed, i & 1)
-        if MASKED and KIND.masking.mask == "keys" and FORMAT.pv == "16bit":
+        if MASKED and hides_values(KIND.masking.mask) and FORMAT.pv == "16bit":
             zero_hidden(v_rows, seen.reach, tile * BLOCK_N, 0, BLOCK_N, KIND.width)
             barrier()
         if FP8:  # each tile has a sum of its own: slow, but no low bits are cut off here
@@ -174,6 +175,7 @@ def redo(program, group, group_index, KIND: gl.constexpr, LAYOUTS: gl.constexpr)
         reach=of_ring.reach, tiles_ptr=of_ring.tiles_ptr, n_tiles=of_ring.n_tiles, first=rows.first,
         first_full=of_ring.first_full, full=rows.full, visited=rows.visited,
         left=of_ring.left, right=of_ring.right, offset=of_ring.offset, seq_kv=of_ring.seq_kv,
+        mask_ptr=of_ring.mask_ptr, stride_mq=of_ring.stride_mq, last_row=of_ring.last_row,
     )  # fmt: skip
     landed = program.shared.landed
     places = Places(

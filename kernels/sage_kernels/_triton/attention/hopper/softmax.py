@@ -8,6 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ....facts import recipe
+from ...primitives import LOG2_E, LOWEST
 from .types import ROWS
 
 
@@ -104,9 +105,26 @@ def fixed_softmax_tile(scores, row_scale, key_scale, reference, running_sum, top
 
 
 @gluon.jit
-def masked_values(scores, row_scale, key_scale, rows, first_key, seen, SCORES: gl.constexpr, BLOCK_N: gl.constexpr,
-                  MASKING: gl.constexpr, FORMAT: gl.constexpr):  # fmt: skip
-    """Return scores in base 2, fp32 [ROWS, BLOCK_N], hidden keys included, and which of them are visible."""
+def load_row_mask(rows, first_key, seen, SCORES: gl.constexpr, BLOCK_N: gl.constexpr, MASKING: gl.constexpr):
+    """Load the elements [ROWS, BLOCK_N] of a mask that differs by row; 0 for other masks.
+
+    They are loaded while the scores are computed. Rows beyond the last one read its mask, and are not stored.
+    """
+    given = 0
+    if MASKING.mask == "rows":
+        keys = first_key + gl.arange(0, BLOCK_N, gl.SliceLayout(0, SCORES))
+        at = seen.mask_ptr + gl.minimum(rows, seen.last_row).to(gl.int64)[:, None] * seen.stride_mq + keys[None, :]
+        given = gl.load(at, mask=(keys < seen.seq_kv)[None, :], other=0)
+    return given
+
+
+@gluon.jit
+def masked_values(scores, row_scale, key_scale, rows, first_key, seen, given, SCORES: gl.constexpr,
+                  BLOCK_N: gl.constexpr, MASKING: gl.constexpr, FORMAT: gl.constexpr):  # fmt: skip
+    """Return scores in base 2, fp32 [ROWS, BLOCK_N], hidden keys included, and which of them are visible.
+
+    given: of `load_row_mask`.
+    """
     keys = first_key + gl.arange(0, BLOCK_N, gl.SliceLayout(0, SCORES))
     values, tile_scale = scaled(scores, row_scale, key_scale, FORMAT.scale_per_key)
     if MASKING.mask == "keys":
@@ -115,6 +133,16 @@ def masked_values(scores, row_scale, key_scale, rows, first_key, seen, SCORES: g
         if MASKING.has_bias:
             values = gl.fma(values, tile_scale[:, None], bias[None, :])
             tile_scale = tile_scale * 0.0 + 1.0
+    elif MASKING.mask == "rows":
+        visible = (keys < seen.seq_kv)[None, :] & gl.full_like(scores, 1).to(gl.int1)
+        if MASKING.has_bias:
+            bias = given.to(gl.float32)
+            visible = visible & (bias > float("-inf"))
+            bias = gl.maximum(bias * LOG2_E, LOWEST)  # as `load_bias` of ../../primitives.py
+            values = gl.fma(values, tile_scale[:, None], bias)
+            tile_scale = tile_scale * 0.0 + 1.0
+        else:
+            visible = visible & (given != 0)
     else:
         visible = (keys < seen.seq_kv)[None, :] & gl.full_like(scores, 1).to(gl.int1)
         if MASKING.has_left:
@@ -125,12 +153,12 @@ def masked_values(scores, row_scale, key_scale, rows, first_key, seen, SCORES: g
 
 
 @gluon.jit
-def masked_softmax_tile(scores, row_scale, key_scale, rows, first_key, seen, reference, running_sum, top,
+def masked_softmax_tile(scores, row_scale, key_scale, rows, first_key, seen, given, reference, running_sum, top,
                         SCORES: gl.constexpr, BLOCK_N: gl.constexpr, MASKING: gl.constexpr, FORMAT: gl.constexpr,
                         LAGGED: gl.constexpr):  # fmt: skip
     """Softmax over one key tile that may hide keys: `masked_step` of ../softmax.py."""
     values, visible = masked_values(
-        scores, row_scale, key_scale, rows, first_key, seen, SCORES, BLOCK_N, MASKING, FORMAT
+        scores, row_scale, key_scale, rows, first_key, seen, given, SCORES, BLOCK_N, MASKING, FORMAT
     )
     seen_values = gl.where(visible, values, gl.full_like(values, float("-inf")))
     if LAGGED:

@@ -130,7 +130,8 @@ class Seen(NamedTuple):
     `visited` tiles in all; all rows see the first `full` of them completely. Without lists, `first` and `first_full`
     are as in `band_tiles` of ../operands.py, of the program's piece. With a list for each query tile, `first` is the
     place in the list where the piece begins (the piece may be empty), and `first_full` is how many tiles of the whole
-    list are complete. left, right, offset: of the causal or sliding window. Others as in `tile_at` of ../operands.py.
+    list are complete. left, right, offset: of the causal or sliding window. mask_ptr: of the head, with stride_mq
+    elements from row to row; last_row: of the call. Others as in `tile_at` of ../operands.py.
     """
 
     reach: gl.tensor
@@ -144,6 +145,9 @@ class Seen(NamedTuple):
     right: gl.tensor
     offset: gl.tensor
     seq_kv: gl.tensor
+    mask_ptr: gl.tensor
+    stride_mq: gl.tensor
+    last_row: gl.tensor
 
 
 class Tile(NamedTuple):
