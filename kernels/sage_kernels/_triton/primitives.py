@@ -29,8 +29,8 @@ CENTER_STEPS = tl.constexpr(2.0**22)
 RELAXED = tl.constexpr("relaxed")
 E4M3_MAX = tl.constexpr(recipe.E4M3_MAX)
 E4M3_OF_INT8 = tl.constexpr(recipe.E4M3_OF_INT8)
-LOG2_E = tl.constexpr(1.4426950408889634)
-LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
+_LOG2_E = tl.constexpr(1.4426950408889634)
+_LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 
 
 def head_width(head_dim: int) -> int:
@@ -143,7 +143,7 @@ def load_bias(pointers, inside):
         bias = tl.where(tl.load(pointers, mask=inside, other=0) != 0, 0.0, float("-inf"))
     else:
         given = tl.load(pointers, mask=inside, other=float("-inf")).to(tl.float32)
-        bias = tl.where(given == float("-inf"), given, tl.maximum(given * LOG2_E, LOWEST))
+        bias = tl.where(given == float("-inf"), given, tl.maximum(given * _LOG2_E, _LOWEST))
     return bias
 
 

@@ -159,7 +159,9 @@ def launch_attention_fwd(
     lse = buffer(batch, seq_q, heads, device=q.device, returned=True) if return_lse else None
     with torch.cuda.device_of(q):
         # which key tiles are visited, and how many programs share a query tile
-        mask = launch_mask_tiles(masking, heads, kv_heads, seq_q, seq_kv, tile.block_m, tile.block_n)
+        mask = launch_mask_tiles(
+            masking, heads, kv_heads, seq_q, seq_kv, tile.block_m, tile.block_n, marks=tile.kernel == "hopper"
+        )
         # triton.cdiv takes two microseconds on the host
         tiles = -(-seq_q // tile.block_m) if packed is None else packed.slots(seq_q, tile.block_m)
         tiles *= batch * heads

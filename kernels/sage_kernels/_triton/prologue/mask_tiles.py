@@ -17,6 +17,8 @@ from ..primitives import RELAXED, as_loadable, broadcast_strides, load_bias
 
 _FAINT = tl.constexpr(FAINT)
 TILES_PER_STEP = tl.constexpr(32)  # key tiles looked at together
+# Added to a tile in the Hopper kernel's lists if keys in it are hidden from all rows: their values may be anything
+HIDES_KEYS = tl.constexpr(1 << 30)
 
 
 class MaskTiles(NamedTuple):
@@ -123,10 +125,17 @@ def _row_mask_kernel(mask_ptr, reach_ptr, extent_ptr, kinds_ptr, stride_mb, stri
     tl.store(kinds_ptr + tl.program_id(0).to(tl.int64), tl.where(is_full, _FULL, tl.where(is_any, _PARTIAL, _HIDDEN)))
 
 
-@triton.jit(do_not_specialize=["n_tiles"])
-def _list_tiles_kernel(kinds_ptr, tiles_ptr, numbers_ptr, n_tiles):
-    """Make the list of one query tile from what it sees of each key tile. Grid: lists."""
+@triton.jit(do_not_specialize=["m_tiles", "n_tiles", "mask_heads", "reach_heads", "group"])
+def _list_tiles_kernel(kinds_ptr, reach_ptr, tiles_ptr, numbers_ptr, m_tiles, n_tiles, mask_heads, reach_heads, group,
+                       BLOCK_N: tl.constexpr, MARKS: tl.constexpr):  # fmt: skip
+    """Make the list of one query tile from what it sees of each key tile. Grid: lists.
+
+    MARKS: add HIDES_KEYS to tiles with keys that no row sees.
+    """
     which = tl.program_id(0).to(tl.int64)
+    h = which // m_tiles % mask_heads
+    of_head = which // m_tiles // mask_heads * reach_heads + tl.where(reach_heads > 1, h // group, 0)
+    reach_ptr += of_head * n_tiles * BLOCK_N
     kinds_ptr += which * n_tiles
     tiles_ptr += which * n_tiles
     full = 0
@@ -134,18 +143,24 @@ def _list_tiles_kernel(kinds_ptr, tiles_ptr, numbers_ptr, n_tiles):
     for first in range(0, n_tiles, TILES_PER_STEP):
         tile = first + tl.arange(0, TILES_PER_STEP)
         kind = tl.load(kinds_ptr + tile, mask=tile < n_tiles, other=_HIDDEN)
+        if MARKS:
+            keys = tile[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+            reach = tl.load(reach_ptr + keys, mask=(tile < n_tiles)[:, None], other=0.0)
+            tile += tl.where(tl.min(reach, 1) == float("-inf"), HIDES_KEYS, 0)
         full, partial = append_tiles(tiles_ptr, n_tiles, tile, kind != _HIDDEN, kind == _FULL, full, partial)
     close_list(tiles_ptr, numbers_ptr + which * 2, n_tiles, full, partial)
 
 
 def launch_mask_tiles(
-    masking: Masking, heads: int, kv_heads: int, seq_q: int, seq_kv: int, block_m: int, block_n: int
-) -> MaskTiles:
+    masking: Masking, heads: int, kv_heads: int, seq_q: int, seq_kv: int, block_m: int, block_n: int,
+    marks: bool = False,
+) -> MaskTiles:  # fmt: skip
     """Make the tile lists and `reach` of masking.mask, if there is one.
 
     One launch for a mask of keys, two for others.
 
-    heads, kv_heads: of queries and of keys. block_m, block_n: rows and keys of the attention kernel's tile.
+    heads, kv_heads: of queries and of keys. block_m, block_n: rows and keys of the attention kernel's tile. marks:
+    lists for each query tile hold tiles plus HIDES_KEYS where it applies.
     """
     if masking.mask is None:
         return MaskTiles()
@@ -190,7 +205,11 @@ def launch_mask_tiles(
         mask, reach, extent, kinds, *strides, seq_q, seq_kv, mask_heads, reach_heads, heads // kv_heads,
         BLOCK_M=block_m, BLOCK_N=block_n, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
-    launch(_list_tiles_kernel, tiles.shape[0], kinds, tiles, numbers, n_tiles, num_warps=1)
+    launch(
+        _list_tiles_kernel, tiles.shape[0],
+        kinds, reach, tiles, numbers, m_tiles, n_tiles, mask_heads, reach_heads, heads // kv_heads,
+        BLOCK_N=block_n, MARKS=marks, num_warps=4,
+    )  # fmt: skip
     by_batch, by_head = int(mask_batch > 1), int(mask_heads > 1)
     list_strides = (by_batch * mask_heads * m_tiles, by_head * m_tiles, 1)
     return MaskTiles("rows", reach, extent, tiles, numbers, list_strides)

@@ -144,7 +144,7 @@ def _key_step(i, place, at, sums, group_index, group, KIND: gl.constexpr, LAYOUT
     acc = add_product(sums.acc, product, sums.weight, LAYOUTS)
     slot, phase = ring.following(slot, at.phase)
     ring.wait_filled(slot, phase)
-    at = Place(before=tile, tile=tile, slot=slot, phase=phase, tile_scale=at.tile_scale)
+    at = Place(before=tile, tile=tile, slot=slot, phase=phase, tile_scale=at.tile_scale, zeroings=0)
     return at, CodeSums(acc=acc, p=less_128(words), weight=weight, reference=reference, running_sum=running_sum)
 
 
@@ -161,7 +161,7 @@ def sum_up_codes(value_sums, group_index, group, KIND: gl.constexpr, LAYOUTS: gl
     seen = group.seen
 
     # the first tile's scores run beside a product with a weight of 0: whatever the slot holds does not count
-    at = Place(before=0, tile=0, slot=0, phase=0, tile_scale=group.row_scale)  # tile_scale is not used here
+    at = Place(before=0, tile=0, slot=0, phase=0, tile_scale=group.row_scale, zeroings=0)  # the last two are not used here
     sums = CodeSums(
         acc=gl.zeros((ROWS, WIDTH), gl.float32, LAYOUTS.out),
         p=less_128(packed_codes(gl.zeros((ROWS, BLOCK_N), gl.float32, SCORES), SCORES, BLOCK_N)),
@@ -177,7 +177,7 @@ def sum_up_codes(value_sums, group_index, group, KIND: gl.constexpr, LAYOUTS: gl
         for i in range(start, partial):
             at, sums = _key_step(i, i - start, at, sums, group_index, group, KIND, LAYOUTS, MASKED=False)
         tile = seen_tile(gl.minimum(partial, seen.visited - 1), seen, KIND.masking)
-        at = Place(before=tile, tile=tile, slot=at.slot, phase=at.phase, tile_scale=at.tile_scale)
+        at = Place(before=tile, tile=tile, slot=at.slot, phase=at.phase, tile_scale=at.tile_scale, zeroings=0)
         for i in range(partial, end):
             at, sums = _key_step(i, i - start, at, sums, group_index, group, KIND, LAYOUTS, MASKED=True)
         acc = add_all_lacking(sums.acc, start, end - start, value_sums, group_index, group, KIND, LAYOUTS)

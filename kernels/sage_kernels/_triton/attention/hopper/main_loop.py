@@ -6,7 +6,7 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 
 from ...hopper_primitives import barrier
 from .fp8_sums import add_to_earlier, halves, packed, store_earlier, with_earlier
-from .operands import as_operand, hides_values, seen_tile, value_operand, zero_hidden_together
+from .operands import as_operand, listed_tile, tile_number, value_operand, zero_hidden_of
 from .softmax import fixed_softmax_tile, load_key_scale, load_row_mask, masked_softmax_tile, softmax_tile, sum_in_lanes
 from .types import ROWS, Place, Sums, Total
 
@@ -57,13 +57,14 @@ def _key_step(
     slot = at.slot
     phase = at.phase
     tile_scale = at.tile_scale
+    zeroings = at.zeroings
     acc = sums.acc
     p = sums.p
     reference = sums.reference
     running_sum = sums.running_sum
     top = sums.top
     if MASKED:  # a list is read one tile ahead
-        after = seen_tile(gl.minimum(i + 1, seen.visited - 1), seen, MASKING)
+        after = listed_tile(gl.minimum(i + 1, seen.visited - 1), seen, MASKING)
     if KIND.scale_early and not SCALE_PER_KEY:
         key_scale = tile_scale
     elif not SCALE_PER_KEY:
@@ -71,9 +72,10 @@ def _key_step(
     k_tile = ring.k_tiles.index(slot).permute((1, 0))
     scores = warpgroup_mma(group.q_codes, k_tile, group.zero, use_acc=False, is_async=True)
     v_tile = value_operand(ring.v_tiles.index(slot), WIDTH, BLOCK_N, FORMAT.pv)
-    if MASKED and hides_values(MASKING.mask) and not FP8:
-        turn = i - gl.maximum(seen.full, 1)
-        zero_hidden_together(v_tile, seen.reach, before * BLOCK_N, group.zeroed, turn, BLOCK_N, WIDTH, group_index)
+    if MASKED and not FP8:
+        zeroings = zero_hidden_of(
+            before, zeroings, v_tile, seen, group.zeroed, BLOCK_N, WIDTH, MASKING, group_index
+        )
     p_operand = as_operand(p, KIND.pv_dtype, LAYOUTS.p_operand, BLOCK_N)
     acc = warpgroup_mma(p_operand, v_tile, acc, use_acc=adds, is_async=True)
     # The slot before is free: nothing has read it since the last wait for P·V. An arrival has a barrier of the warps
@@ -81,13 +83,14 @@ def _key_step(
     ring.release_before(slot)
     barrier()
     if MASKED:
-        given = load_row_mask(group.score_rows, tile * BLOCK_N, seen, SCORES, BLOCK_N, MASKING)
+        first_key = tile_number(tile, MASKING) * BLOCK_N
+        given = load_row_mask(group.score_rows, first_key, seen, SCORES, BLOCK_N, MASKING)
     scores = warpgroup_mma_wait(num_outstanding=1, deps=(scores,))
     if SCALE_PER_KEY:
         key_scale = load_key_scale(ring.k_scales.index(slot), SCALE_PER_KEY, SCORES)
     if MASKED:
         p, reference, running_sum, top, rescale = masked_softmax_tile(
-            scores, row_scale, key_scale, group.score_rows, tile * BLOCK_N, seen, given, reference, running_sum, top,
+            scores, row_scale, key_scale, group.score_rows, first_key, seen, given, reference, running_sum, top,
             SCORES, BLOCK_N, MASKING, FORMAT, LAGGED,
         )  # fmt: skip
     elif FORMAT.reference == "running":
@@ -112,7 +115,7 @@ def _key_step(
     if MASKED:
         before = tile
         tile = after
-    at = Place(before=before, tile=tile, slot=slot, phase=phase, tile_scale=tile_scale)
+    at = Place(before=before, tile=tile, slot=slot, phase=phase, tile_scale=tile_scale, zeroings=zeroings)
     return at, Sums(
         acc=acc, p=p, reference=reference, running_sum=running_sum, top=top, earlier_reference=sums.earlier_reference
     )
@@ -174,21 +177,22 @@ def sum_up(reference, group, group_index, KIND: gl.constexpr, LAYOUTS: gl.conste
         store_earlier(group.earlier[1], nothing, WIDTH)
 
     # the first tile has no P·V to run beside it, and may need a mask
-    tile = seen_tile(0, seen, MASKING)
+    tile = listed_tile(0, seen, MASKING)
+    first_key = tile_number(tile, MASKING) * BLOCK_N
     ring.wait_filled(0, 0)
     k_tile = ring.k_tiles.index(0).permute((1, 0))
     scores = warpgroup_mma(group.q_codes, k_tile, group.zero, use_acc=False, is_async=True)
     key_scale = load_key_scale(ring.k_scales.index(0), SCALE_PER_KEY, SCORES)
-    given = load_row_mask(group.score_rows, tile * BLOCK_N, seen, SCORES, BLOCK_N, MASKING)
+    given = load_row_mask(group.score_rows, first_key, seen, SCORES, BLOCK_N, MASKING)
     scores = warpgroup_mma_wait(num_outstanding=0, deps=(scores,))
     p, reference, running_sum, top, rescale = masked_softmax_tile(
-        scores, group.row_scale, key_scale, group.score_rows, tile * BLOCK_N, seen, given, reference, running_sum,
+        scores, group.row_scale, key_scale, group.score_rows, first_key, seen, given, reference, running_sum,
         top, SCORES, BLOCK_N, MASKING, FORMAT, LAGGED,
     )  # fmt: skip
     if FP8:
         p = packed(p, BLOCK_N)
     slot, phase, tile_scale = _next_tile(0, 0, group.row_scale, ring, KIND, LAYOUTS)
-    at = Place(before=tile, tile=tile, slot=slot, phase=phase, tile_scale=tile_scale)
+    at = Place(before=tile, tile=tile, slot=slot, phase=phase, tile_scale=tile_scale, zeroings=0)
     sums = Sums(
         acc=acc, p=p, reference=reference, running_sum=running_sum, top=top, earlier_reference=earlier_reference
     )
@@ -196,19 +200,18 @@ def sum_up(reference, group, group_index, KIND: gl.constexpr, LAYOUTS: gl.conste
     # tiles that all rows see completely, then those that need the mask
     at, sums = _walk(1, seen.full, at, sums, group, group_index, KIND, LAYOUTS, MASKED=False)
     partial = gl.maximum(seen.full, 1)
-    before = seen_tile(partial - 1, seen, MASKING)
-    tile = seen_tile(gl.minimum(partial, seen.visited - 1), seen, MASKING)
-    at = Place(before=before, tile=tile, slot=at.slot, phase=at.phase, tile_scale=at.tile_scale)
+    before = listed_tile(partial - 1, seen, MASKING)
+    tile = listed_tile(gl.minimum(partial, seen.visited - 1), seen, MASKING)
+    at = Place(before=before, tile=tile, slot=at.slot, phase=at.phase, tile_scale=at.tile_scale, zeroings=0)
     at, sums = _walk(partial, seen.visited, at, sums, group, group_index, KIND, LAYOUTS, MASKED=True)
 
     # P·V of the last tile
     v_tile = value_operand(ring.v_tiles.index(at.slot), WIDTH, BLOCK_N, FORMAT.pv)
-    if hides_values(MASKING.mask) and not FP8:
+    if not FP8:
         if seen.visited > seen.full:
-            turn = seen.visited - partial
-            zero_hidden_together(
-                v_tile, seen.reach, at.before * BLOCK_N, group.zeroed, turn, BLOCK_N, WIDTH, group_index
-            )
+            zero_hidden_of(
+                at.before, at.zeroings, v_tile, seen, group.zeroed, BLOCK_N, WIDTH, MASKING, group_index
+            )  # fmt: skip
     p_operand = as_operand(sums.p, KIND.pv_dtype, LAYOUTS.p_operand, BLOCK_N)
     # with FP8 P acc starts anew: each walk ended by adding it to the sums of earlier tiles
     acc = warpgroup_mma(p_operand, v_tile, sums.acc, use_acc=not FP8, is_async=True)

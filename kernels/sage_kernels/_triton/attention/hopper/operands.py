@@ -4,10 +4,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from ...prologue.mask_tiles import HIDES_KEYS as _HIDES_KEYS
 from ..operands import tile_at
 from .types import ROWS
 
 
+HIDES_KEYS = gl.constexpr(_HIDES_KEYS.value)
 _ZEROED_ROWS = gl.constexpr(16)  # rows of V rewritten at a time: few, as registers are scarce in the key loop
 
 
@@ -35,12 +37,6 @@ def value_operand(v_tile, WIDTH: gl.constexpr, BLOCK_N: gl.constexpr, PV: gl.con
     else:
         rows = v_tile.reshape((BLOCK_N, WIDTH))
     return rows
-
-
-@gluon.constexpr_function
-def hides_values(mask):
-    """Return True if a mask may hide keys from all rows, whose values may then be anything."""
-    return mask in ("keys", "rows")
 
 
 @gluon.jit
@@ -74,8 +70,29 @@ def zero_hidden_together(v_tile, reach, first_key, zeroed, turn, BLOCK_N: gl.con
 
 
 @gluon.jit
-def seen_tile(i, seen, MASKING: gl.constexpr):
-    """Return the i-th key tile to visit; those that all rows see completely come first."""
+def zero_hidden_of(tile, zeroings, v_tile, seen, zeroed, BLOCK_N: gl.constexpr, WIDTH: gl.constexpr,
+                   MASKING: gl.constexpr, group_index: gl.constexpr):  # fmt: skip
+    """Run `zero_hidden_together` for a tile from `listed_tile`, if it hides keys; return the zeroings so far.
+
+    A tile that is partly visible under a mask of keys is taken to hide some.
+    """
+    if MASKING.mask == "rows":
+        if tile >= HIDES_KEYS:
+            first_key = tile_number(tile, MASKING) * BLOCK_N
+            zero_hidden_together(v_tile, seen.reach, first_key, zeroed, zeroings, BLOCK_N, WIDTH, group_index)
+            zeroings += 1
+    elif MASKING.mask == "keys":
+        zero_hidden_together(v_tile, seen.reach, tile * BLOCK_N, zeroed, zeroings, BLOCK_N, WIDTH, group_index)
+        zeroings += 1
+    return zeroings
+
+
+@gluon.jit
+def listed_tile(i, seen, MASKING: gl.constexpr):
+    """Return the i-th key tile to visit, with HIDES_KEYS in lists of a mask of rows.
+
+    Tiles that all rows see completely come first.
+    """
     if MASKING.mask == "tiles":  # programs may share a list, so `i` counts from the beginning of the piece
         tile = tile_at(
             seen.first + i, seen.tiles_ptr, seen.n_tiles, 0, 0, seen.first_full, MASKING.mask, MASKING.has_left
@@ -85,3 +102,17 @@ def seen_tile(i, seen, MASKING: gl.constexpr):
             i, seen.tiles_ptr, seen.n_tiles, seen.first, seen.first_full, seen.full, MASKING.mask, MASKING.has_left
         )  # fmt: skip
     return tile
+
+
+@gluon.jit
+def tile_number(tile, MASKING: gl.constexpr):
+    """Return the number of a key tile from `listed_tile`."""
+    if MASKING.mask == "rows":
+        tile = tile & (HIDES_KEYS - 1)
+    return tile
+
+
+@gluon.jit
+def seen_tile(i, seen, MASKING: gl.constexpr):
+    """Return the number of the i-th key tile to visit."""
+    return tile_number(listed_tile(i, seen, MASKING), MASKING)

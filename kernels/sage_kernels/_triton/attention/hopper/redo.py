@@ -19,7 +19,7 @@ from ...hopper_primitives import barrier
 from .fp8_sums import packed
 from .int8_loop import masked_tile_softmax
 from .int8_sums import add_lacking, add_product, code_product, less_128, packed_codes, sum_of_codes, value_sums
-from .operands import as_operand, hides_values, seen_tile, value_operand, zero_hidden
+from .operands import as_operand, seen_tile, value_operand, zero_hidden
 from .producer import copy_keys, copy_values
 from .softmax import load_key_scale, load_row_mask, masked_softmax_tile, softmax_tile, sum_in_lanes, to_lanes
 from .types import ROWS, Seen
@@ -139,7 +139,8 @@ def _redo_tiles(
         p_operand = as_operand(p, KIND.pv_dtype, LAYOUTS.p_operand, BLOCK_N)
         if FP8:
             mbarrier.wait(places.values_landed, i & 1)
-        if MASKED and hides_values(KIND.masking.mask) and FORMAT.pv == "16bit":
+        HIDES: gl.constexpr = KIND.masking.mask == "keys" or KIND.masking.mask == "rows"
+        if MASKED and HIDES and FORMAT.pv == "16bit":
             zero_hidden(v_rows, seen.reach, tile * BLOCK_N, 0, BLOCK_N, KIND.width)
             barrier()
         if FP8:  # each tile has a sum of its own: slow, but no low bits are cut off here

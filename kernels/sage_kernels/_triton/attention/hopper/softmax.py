@@ -8,13 +8,15 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ....facts import recipe
-from ...primitives import LOG2_E, LOWEST
+from ....facts.numerics import LOG2_E
 from .types import ROWS
 
 
 _P_EXPONENT = gl.constexpr(recipe.P_EXPONENT)
 _P_EXPONENT_LIMIT = gl.constexpr(recipe.P_EXPONENT_LIMIT)
 SCORE_LIMIT = gl.constexpr(2.0**27)  # as in ../softmax.py
+_LOG2_E = gl.constexpr(LOG2_E)
+_LOWEST = gl.constexpr(-(2.0 - 2.0**-23) * 2.0**127)  # of fp32
 
 
 @gluon.jit
@@ -138,7 +140,7 @@ def masked_values(scores, row_scale, key_scale, rows, first_key, seen, given, SC
         if MASKING.has_bias:
             bias = given.to(gl.float32)
             visible = visible & (bias > float("-inf"))
-            bias = gl.maximum(bias * LOG2_E, LOWEST)  # as `load_bias` of ../../primitives.py
+            bias = gl.maximum(bias * _LOG2_E, _LOWEST)  # as `load_bias` of ../../primitives.py
             values = gl.fma(values, tile_scale[:, None], bias)
             tile_scale = tile_scale * 0.0 + 1.0
         else:

@@ -230,7 +230,8 @@ class Warpgroup(NamedTuple):
 class Place(NamedTuple):
     """A warpgroup's position in its loop over key tiles.
 
-    before, tile: the key tile before and this one, kept up only where a mask is read. slot, phase: of this tile in the
+    before, tile: the key tile before and this one, kept up only where a mask is read. zeroings: tiles so far whose
+    hidden values were zeroed. slot, phase: of this tile in the
     ring, and of its barrier, which has been waited for. tile_scale: this tile's quantisation scale if it is read
     early.
     """
@@ -240,6 +241,7 @@ class Place(NamedTuple):
     slot: gl.tensor
     phase: gl.tensor
     tile_scale: gl.tensor
+    zeroings: gl.tensor
 
 
 class Sums(NamedTuple):
