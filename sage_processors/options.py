@@ -96,7 +96,8 @@ class SageAttnProcessor:
             `Keep.noise`; at most two different ranges, that of `keep` included), `skip_limit` (0: the layer visits
             every tile). Option of linear layers: `linears`, which holds for protected and small layers, too.
         rotation: "hadamard": rotate Q and K along head_dim before they are quantised, which spreads outliers that vary
-            from token to token. Exact but for rounding; costs one more launch. "auto": the first step of a run in INT8
+            from token to token. Exact but for rounding; costs two launches. Language models with the default recipe
+            always have it. "auto": the first step of a run in INT8
             is compared with 16-bit attention on sampled heads and rows, with and without rotation. Layers with a head
             below 32 dB that the rotation improves by 1 dB or more are rotated from the next step to the end of the
             run. Frozen scales keep the last decision, "timestep_adaptive" the first one, until handle.reset(). Reading

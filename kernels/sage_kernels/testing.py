@@ -218,6 +218,7 @@ def assert_matches_reference(
         options: of ref_attention.
     """
     q, k, v, out = (x.detach().to(device) for x in (q, k, v, out))
+    options |= {"return_lse": lse is not None}
     on_device: list = [x.to(device) if isinstance(x, torch.Tensor) else x for x in masking]
     masking = Masking(*on_device)
 

@@ -277,11 +277,14 @@ def evaluate(
     """
     from transformers import DynamicCache
 
+    import sage_kernels
+
     from ..language.attention import register_transformers
     from ..language.choice import refuse_without_attention
     from ..language.kv_cache import Int8KVCache
 
-    register_transformers(MEASURED, recipe=recipe, min_tokens=ONE_TOKEN, on_unsupported="raise")
+    rotation: Any = "hadamard" if recipe == sage_kernels.DEFAULT_RECIPE else "none"  # as the standard names have it
+    register_transformers(MEASURED, recipe=recipe, min_tokens=ONE_TOKEN, on_unsupported="raise", rotation=rotation)
     refuse_without_attention(model, MEASURED)
     _check_tokens(model, "prompts", prompts, new_tokens)
     reading: dict[str, Any] = {"chunk": chunk, "prefill": prefill, "batch": batch, "on_call": on_call}

@@ -29,7 +29,6 @@ from .call import Call, Sequences, differentiates_only, masking, needs_gradient,
 from .choice import watch_choices
 from .masks import plain_mask, sage_mask, visible_mask
 from .names import IMPLEMENTATIONS, MEANINGFUL, Implementation, standard
-from .pre_balance import balanced, is_invariant
 from .quantized_kv import attend, quantized_kv_of
 from .report import FALLBACKS, INT8, INT8_CACHE, REMEDIES, AttentionReport, build_report, count
 from .visible import band_of, complete_mask, write_out
@@ -72,8 +71,7 @@ def register_transformers(
             "16bit": all of them run in 16 bit, as "training" or "gradient".
         smooth_k, rotation: as in sage_kernels.sage_attention. With smooth_k=False K gets no centre and no balance, so
             a token's codes depend on no other token. This costs accuracy, of which the rotation gives back a part: see
-            "Prefix caching" in docs/language.md. "sage_int8_causal" has both. With smooth_k, calls that need no
-            gradient are centred and balanced before they are rotated, too: see "Rotation" there.
+            "Prefix caching" in docs/language.md. "sage_int8_causal" has both.
     Returns: the registered names.
     Raises: ValueError for an invalid name or option.
     """
@@ -206,8 +204,6 @@ def _attend(
         return sage_kernels.differentiable_attention(
             q, k, v, attn_mask=mask, causal=causal, scale=call.scaling, **_numbers(implementation)
         ), None  # fmt: skip
-    if implementation.balances_first:
-        q, k = balanced(q, k, centered=is_invariant(call))
     out = sage_kernels.sage_attention(
         q, k, v, attn_mask=mask, causal=causal, window=window, softcap=call.softcap or 0.0, sinks=call.sinks,
         scale=call.scaling, **_numbers(implementation),
@@ -227,8 +223,6 @@ def _attend_packed(
     count(call.module, implementation, INT8, query.device)
     causal, window = band_of(call, query.shape[2])
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    if implementation.balances_first:
-        q, k = balanced(q, k, centered=is_invariant(call))
     q, k, v = (x[0] for x in (q, k, v))
     out: torch.Tensor = sage_kernels.sage_attention_varlen(
         q, k, v, sequences.q_ends, sequences.k_ends, causal=causal, window=window, softcap=call.softcap or 0.0,

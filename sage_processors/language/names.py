@@ -57,11 +57,6 @@ class Implementation:
         more += [] if self.rotation == "none" else [self.rotation]
         object.__setattr__(self, "numbers", ", ".join((self.recipe, self.scaling, *more)))
 
-    @property
-    def balances_first(self) -> bool:
-        """True if channels are balanced before they are rotated."""
-        return bool(self.smooth_k) and self.rotation == "hadamard"
-
 
 IMPLEMENTATIONS: dict[str, Implementation] = {}  # all registered names
 
@@ -73,7 +68,7 @@ def name_of(recipe: str) -> str:
 
 def standard() -> dict[str, Implementation]:
     """Return {name: options} of the names that `import sage_processors` registers."""
-    plain = [Implementation("sage_int8"), Implementation("sage_int8_rotated", rotation="hadamard")]
+    plain = [Implementation("sage_int8", rotation="hadamard")]
     # one min_tokens for all GPUs and shapes: a prefix must run in the same precision alone and before more tokens
     plain.append(Implementation("sage_int8_causal", min_tokens=2, smooth_k=False, rotation="hadamard"))
     plain += [Implementation(name_of(recipe), recipe) for recipe in sage_kernels.RECIPES]

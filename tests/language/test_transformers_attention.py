@@ -27,7 +27,6 @@ from tests.support.tiny_language_models import MODELS, padded, tokens
 
 STANDARD = {"sage_int8", "sage_int8_causal", "sage_qk_int8_pv_bf16", "sage_qk_int8_pv_fp8", "sage_qk_int8_pv_int8"}
 STANDARD |= {
-    "sage_int8_rotated",
     "sage_qk_fp8_pv_fp8",
     "sage_int_fa_half",
     "sage_int_fa_full",

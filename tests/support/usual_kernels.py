@@ -73,7 +73,9 @@ def usual_jobs() -> dict[tuple, ahead.Job]:
     language models."""
     kinds = [CallKind(BF16, width, recipe, keeps_rows=True) for width in HEAD_DIMS
              for recipe in (DEFAULT_RECIPE, FP8_RECIPE)]  # fmt: skip
-    kinds += [CallKind(BF16, width, scaling="per_token", causal="bottom_right") for width in HEAD_DIMS]
+    kinds += [
+        CallKind(BF16, width, scaling="per_token", rotation="hadamard", causal="bottom_right") for width in HEAD_DIMS
+    ]
     calls = [call for kind in kinds for call in warm_up._calls(kind, CPU)]
     for width in HEAD_DIMS:
         calls += [warm_up.heads_call(HeadsKind(BF16, width, norm, BF16 if norm else None, numbers, True), CPU)

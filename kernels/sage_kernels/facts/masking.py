@@ -43,11 +43,15 @@ class Masking(NamedTuple):
         """True if more than a band or a mask of keys comes between the scores and the softmax."""
         return (self.mask is not None and not self.by_key) or self.softcap > 0 or self.sinks is not None
 
+    @property
+    def may_be_centered(self) -> bool:
+        """True if nothing but a softmax over the keys reads the scores: a constant in a row changes no result."""
+        return self.softcap == 0 and self.sinks is None
 
     @property
     def by_mask(self) -> bool:
         """True if a mask that differs by row or head is all that comes between the scores and the softmax."""
-        return self.mask is not None and not self.by_key and self.softcap == 0 and self.sinks is None
+        return self.mask is not None and not self.by_key and self.may_be_centered
 
 
 NO_MASKING = Masking()

@@ -58,6 +58,10 @@ def divide(number: float, x: torch.Tensor) -> torch.Tensor:
     return torch.full_like(x, number) / x
 
 
+# Largest balance of a channel before a rotation, and 1 / the smallest: fp16 holds the products
+WIDEST_BALANCE = 2.0**12
+
+
 def sample_tokens(seq: int | torch.Tensor, device) -> torch.Tensor:
     """Choose the tokens that a head without a plan is sampled at: evenly spread, with a shear.
 

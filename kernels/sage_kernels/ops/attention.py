@@ -123,8 +123,9 @@ def sage_attention(
         rotation: "hadamard" first multiplies Q and K by one orthogonal matrix along the channels, in a launch of its
             own. Outliers in a few channels of some tokens then spread over all channels. Q·Kᵀ stays the same except
             for the rounding of the rotated Q and K to their dtype. In fp16, elements beyond 65504 / sqrt(D) may
-            overflow and then give NaN. Statistics and plans in `state` are of the rotated channels: a plan never
-            serves a call of another rotation.
+            overflow and then give NaN. Without a state, K's centre and the balance come first, as the rotation would
+            spread what they take away. Statistics and plans in `state` are of channels that were rotated only: a plan
+            never serves a call of another rotation.
         return_lse: also return the log-sum-exp of the scaled and masked scores.
         state: planned scales of this call site, one per head; this call's statistics are recorded into it. Two calls
             that share a row of it must not run at the same time on different streams.
@@ -219,7 +220,7 @@ def _compute(*arguments: Any, state: HeadState | None, return_lse: bool, skip: S
             out, lse = call()
     else:
         with torch.autocast(q.device.type, enabled=False):  # it would cast the reference's own matmuls
-            out, lse = reference.ref_attention(q, k, v, **options)
+            out, lse = reference.ref_attention(q, k, v, **options, return_lse=return_lse)
     return (out, lse) if return_lse else out
 
 

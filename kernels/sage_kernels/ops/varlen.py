@@ -145,7 +145,7 @@ def _compute(*arguments: Any, return_lse: bool) -> Any:
             out, lse = call()
     else:
         check_lengths(q, k, *lengths)
-        out, lse = reference.ref_attention_varlen(q, k, v, *lengths, **options)
+        out, lse = reference.ref_attention_varlen(q, k, v, *lengths, **options, return_lse=return_lse)
         out, lse = out[None], lse[None]
     return (out, lse) if return_lse else out
 

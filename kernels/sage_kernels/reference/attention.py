@@ -26,7 +26,7 @@ from ..facts.recipe import DEFAULT_RECIPE, RECIPES
 from ..facts.skipping import SkipState
 from ..facts.state import HeadState, keeps_row_max, reads_row_max
 from .plan import known_heads, plan_fits, planned_vectors, record_step, record_values
-from .quantize import ref_quantize, ref_rotate
+from .quantize import ref_pre_balance, ref_quantize, ref_rotate
 from .skipping import ref_skip_tiles
 
 
@@ -57,6 +57,7 @@ def ref_attention(
     first_max: bool = False,
     rotated_dtype: torch.dtype | None = None,
     skip: SkipState | None = None,
+    return_lse: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """INT8 attention as the kernels compute it. Arguments as of `sage_attention`, unchecked.
 
@@ -70,6 +71,7 @@ def ref_attention(
         rotated_dtype: dtype that rotated Q and K are rounded to; None: q's. Scales and codes are made of the rounded
             values, so the reference with round_p=False, of fp32 inputs, has to round them too.
         skip: lists of key tiles that need not be visited, for tiles of skip.block_q and skip.block_k.
+        return_lse: False lets a rotated call subtract a centre from K that the LSE would need.
     Returns: out [B, S_q, H, D] in q.dtype, lse [B, S_q, H] fp32, natural log.
     """
     batch, seq_q, heads, head_dim = q.shape
@@ -77,18 +79,21 @@ def ref_attention(
     scale = head_dim**-0.5 if scale is None else scale
     if skip is not None:
         block_q, block_k = skip.block_q, skip.block_k
-    if rotation == "hadamard":
-        q_in, k_in = (ref_rotate(x, rotated_dtype) for x in (q, k))
-    else:
-        q_in, k_in = q.detach(), k.detach()
-    qf, kf = q_in.transpose(1, 2).float(), k_in.transpose(1, 2).float()
-    own = RECIPES[recipe]
-    is_fp8, is_int8, is_16_bit = own.pv == "fp8_e4m3", own.pv.startswith("int8"), own.pv == "16bit"
-    vf = v.detach().transpose(1, 2).to(pv_dtype(q.dtype) if round_p and is_16_bit else torch.float32).float()
     counts = seen = None
     reach = key_reach(masking, batch, heads, kv_heads, seq_q)
     if reach is not None:  # keys that no row sees may hold anything
         counts, seen = reach > FAINT, reach > -torch.inf
+    q_in, k_in = q.detach(), k.detach()
+    if rotation == "hadamard":
+        if smooth_k and state is None:  # a plan is of channels that were rotated only
+            centered = masking.may_be_centered and not return_lse
+            q_in, k_in = ref_pre_balance(q_in, k_in, counts, centered, rotated_dtype)
+        q_in, k_in = (ref_rotate(x, rotated_dtype or q.dtype) for x in (q_in, k_in))
+    qf, kf = q_in.transpose(1, 2).float(), k_in.transpose(1, 2).float()
+    own = RECIPES[recipe]
+    is_fp8, is_int8, is_16_bit = own.pv == "fp8_e4m3", own.pv.startswith("int8"), own.pv == "16bit"
+    vf = v.detach().transpose(1, 2).to(pv_dtype(q.dtype) if round_p and is_16_bit else torch.float32).float()
+    if seen is not None:
         vf = torch.where(seen[..., None], vf, 0.0)
     group_q = {"per_block": block_q, "per_token": 1, "per_head": None}[scaling]
     group_k = {"per_block": block_k, "per_token": 1, "per_head": None}[scaling]

@@ -4,8 +4,30 @@ from __future__ import annotations
 
 import torch
 
-from ..facts.numerics import divide, padded_head_dim, rotation_block, round_to_e4m3
+from ..facts.numerics import (
+    WIDEST_BALANCE,
+    divide,
+    padded_head_dim,
+    rotation_block,
+    round_to_e4m3,
+    sampled_balance,
+    sampled_center,
+)
 from ..facts.recipe import AMAX_FLOOR, E4M3_OF_INT8, INT8_MAX, SHRINK_LIMIT
+
+
+def ref_pre_balance(q, k, counts, centered: bool, dtype: torch.dtype | None = None):
+    """Return Q / b and (K - c) · b [B, S, H, D] with the sampled centre c and balance b of each key/value head.
+
+    A rotation would spread what they take away. Rounded to `dtype` (q's if None). counts: as in `sample_keys`.
+    centered: False leaves c at 0, where more than a softmax over the keys reads the scores.
+    """
+    qf, kf = (x.transpose(1, 2).float() for x in (q, k))
+    center = sampled_center(kf, counts)
+    balance = sampled_balance(qf, kf, center, counts).clamp(1 / WIDEST_BALANCE, WIDEST_BALANCE)
+    q_factor = divide(1.0, balance).repeat_interleave(q.shape[2] // k.shape[2], 1)
+    kf = (kf - center if centered else kf) * balance
+    return tuple(x.transpose(1, 2).to(dtype or q.dtype) for x in (qf * q_factor, kf))
 
 
 def ref_rotate(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -204,17 +204,18 @@ def implementation_of(config: SageAttnProcessor) -> str:
     """Return the name of the attention implementation with these options. Registers it if need be."""
     sixteen = config.recipe == "16bit"
     recipe = sage_kernels.DEFAULT_RECIPE if sixteen else config.recipe
+    is_usual = recipe == sage_kernels.DEFAULT_RECIPE and config.rotation == "none"
     options: dict[str, Any] = {
         "recipe": recipe,
         "min_tokens": crossover.NEVER if sixteen else config.min_tokens,
         "on_unsupported": config.on_unsupported,
         "training": config.training,
-        "rotation": config.rotation,
+        "rotation": "hadamard" if is_usual else config.rotation,
     }
     wanted = Implementation("", **options)
     for name, known in {**standard(), **IMPLEMENTATIONS}.items():
         if all(getattr(known, key) == getattr(wanted, key) for key in (*options, "smooth_k")):
             return name
     tokens = "16bit" if sixteen else "" if config.min_tokens is None else f"from_{config.min_tokens}"
-    parts = (name_of(recipe), tokens, config.on_unsupported, config.training, config.rotation)
+    parts = (name_of(recipe), tokens, config.on_unsupported, config.training, options["rotation"])
     return register_transformers("_".join(part for part in parts if part), **options)[0]

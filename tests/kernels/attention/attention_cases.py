@@ -41,7 +41,6 @@ class Attend:
         # of the latest call, for the kernels choose their own tiles: blocks of the scales, reference of the softmax
         self.blocks, self.first_max = {}, False
         self.reference_device = torch.device("cpu")
-        self._return_lse = True
         if tier == "reference":
             return
         from sage_kernels._triton.attention import launch as launch_attention
@@ -54,20 +53,16 @@ class Attend:
             self.first_max = tile.keep_first_max
             return tile
 
-        def launch(*args, **kwargs):
-            return launch_attention.launch_attention_fwd(*args, **kwargs, return_lse=self._return_lse)
-
         patch.setattr(launch_attention, "device_tile", recorded)
         # a call that is made again has its tile from the first one, perhaps of a test that chose another
         patch.setattr(sage_kernels.ops.attention, "_try_replay", lambda *_, **__: (None, None))
         if tier == "interpreter":
-            patch.setattr(sage_kernels.reference, "ref_attention", launch)
+            patch.setattr(sage_kernels.reference, "ref_attention", launch_attention.launch_attention_fwd)
 
     def __call__(self, q, k, v, *, return_lse=True, **options):
         """out, lse on the CPU; the state is updated where it is."""
         q, k, v = (x.to(self.device) for x in (q, k, v))
         options = {n: x.to(self.device) if isinstance(x, torch.Tensor) else x for n, x in options.items()}
-        self._return_lse = return_lse
         result = sage_attention(q, k, v, return_lse=return_lse, **options)
         out, lse = result if return_lse else (result, None)
         assert out.dtype == q.dtype and out.is_contiguous() and out.shape == q.shape

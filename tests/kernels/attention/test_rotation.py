@@ -11,7 +11,8 @@ from sage_kernels.facts.numerics import padded_head_dim, rotation_block
 from sage_kernels.facts.state import COUNT_CALLS, COUNT_DYNAMIC, shape_key
 from sage_kernels.planning.state import ScaleState, Site
 from sage_kernels.reference import ref_rotate
-from sage_kernels.testing import FAMILIES, exact_attention, make_qkv, sqnr_db
+from sage_kernels.reference.quantize import ref_pre_balance
+from sage_kernels.testing import FAMILIES, exact_attention, make_qkv, relative_l2, sqnr_db
 from tests.kernels.attention.attention_cases import band_mask, key_padding, normal
 from tests.support.outliers import varying_outliers
 from tests.support.plans import calls_without_a_plan
@@ -114,6 +115,8 @@ def test_rotated_attention_matches_the_reference_and_exact_attention(attend, opt
     )
     coarse = options.get("scaling") == "per_head" or not options.get("smooth_k", True)
     assert sqnr_db(out, exact) > (20 if coarse else 28)
+    alone, _ = attend.check(q, k, v, rotation="hadamard", return_lse=False, **options)  # K may be centred before
+    assert sqnr_db(alone, exact) > (20 if coarse else 28)
     # the bias of K alone shifts the log-sum-exp by several
     assert (lse - exact_lse).abs().max() < (0.8 if coarse else 0.25)
 
@@ -219,6 +222,45 @@ def test_rotation_reaches_29_db_on_outliers_that_vary_by_token(family, dtype):
     exact, _ = exact_attention(q, k, v)
     plain, rotated = (sqnr_db(sage_attention(q, k, v, rotation=name), exact) for name in ("none", "hadamard"))
     assert plain < 27 and rotated >= 29 and rotated > plain + 6, (plain, rotated)
+
+
+def turning(dtype):
+    """Keys with a mean that turns slowly, as rotary embeddings of a low frequency make of a bias, and loud queries."""
+    q, k, v = normal(2, 96, 96, 4, 2, 32, dtype=torch.float32)
+    angle = torch.arange(96) / 60
+    k[..., 3] += 60 * angle.cos()[None, :, None]
+    k[..., 19] += 60 * angle.sin()[None, :, None]
+    q[..., [3, 19]] /= 20
+    return [x.to(dtype) for x in (q, k, v)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_without_a_plan_a_rotation_never_loses(dtype):
+    """A sixth for what two samples of channels differ by; bf16 rounds Q and K twice more than INT8 alone."""
+    moving = normal(2, 96, 96, 4, 2, 32, dtype=torch.float32)
+    moving = [x.to(dtype) for x in (varying_outliers(moving[0], 12.0), varying_outliers(moving[1], 12.0), moving[2])]
+    for (q, k, v), share in ((moving, 0.6), (turning(dtype), 7 / 6)):
+        exact, _ = exact_attention(q, k, v, mask=band_mask(96, 96, True))
+        plain, rotated = (
+            relative_l2(sage_attention(q, k, v, causal=True, rotation=name).double(), exact)
+            for name in ("none", "hadamard")
+        )
+        assert rotated < share * plain
+
+
+@pytest.mark.parametrize("centered", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_balance_before_a_rotation_changes_scores_by_a_constant_of_each_row(dtype, centered):
+    q, k, _ = turning(dtype)
+    k[:, :, 1] = 1.0  # a head without range once its centre is gone
+    one, other = (
+        torch.einsum("bshd,bthd->bhst", x.double(), y.repeat_interleave(2, 2).double())
+        for x, y in ((q, k), ref_pre_balance(q, k, None, centered))
+    )
+    change = other - one
+    if centered:
+        change = change - change.mean(-1, keepdim=True)
+    assert change.isfinite().all() and change.abs().max() <= 16 * torch.finfo(dtype).eps * one.abs().max()
 
 
 @pytest.mark.parametrize("mode", ["per_token", "per_block", "planned"])

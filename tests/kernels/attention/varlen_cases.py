@@ -46,7 +46,6 @@ class AttendPacked:
         self.tier = tier
         self.device = torch.device("cuda" if tier == "cuda" else "cpu")
         self.blocks = {}
-        self._return_lse = True
         if tier == "reference":
             return
         from sage_kernels._triton.attention import launch as launch_attention
@@ -62,9 +61,8 @@ class AttendPacked:
 
         def launch(q, k, v, cu_q, cu_k, **options):
             out, lse = launch_attention.launch_attention_fwd(
-                q[None], k[None], v[None], **options, packed=Packed(cu_q, cu_k), state=None,
-                return_lse=self._return_lse,
-            )  # fmt: skip
+                q[None], k[None], v[None], **options, packed=Packed(cu_q, cu_k), state=None
+            )
             return out[0], out[0] if lse is None else lse[0]
 
         patch.setattr(launch_attention, "device_tile", recorded)
@@ -76,7 +74,6 @@ class AttendPacked:
         """out, lse on the CPU."""
         tensors = [x.to(self.device) for x in (q, k, v, cu_q, cu_k)]
         options = {n: x.to(self.device) if isinstance(x, torch.Tensor) else x for n, x in options.items()}
-        self._return_lse = return_lse
         result = sage_attention_varlen(*tensors, return_lse=return_lse, **options)
         out, lse = result if return_lse else (result, None)
         assert out.dtype == q.dtype and out.is_contiguous() and out.shape == q.shape

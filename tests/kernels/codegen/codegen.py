@@ -44,10 +44,13 @@ from sage_kernels._triton.mixed.prepare import _prepare_mixed_kernel
 from sage_kernels._triton.mixed.select import _select_blocks_kernel
 from sage_kernels._triton.prologue.mask_tiles import _key_mask_kernel, _row_mask_kernel
 from sage_kernels._triton.prologue.plan_step import _plan_step_kernel
+from sage_kernels._triton.prologue.pre_balance import _ROWS as PRE_BALANCE_ROWS
+from sage_kernels._triton.prologue.pre_balance import _pre_balance_kernel
 from sage_kernels._triton.prologue.prepare_value_codes import _value_reach_kernel
 from sage_kernels._triton.prologue.prepare_values import _value_amax_kernel
 from sage_kernels._triton.prologue.prologue import _REGISTERS, _prologue_kernel, constants_of, warps_of
 from sage_kernels._triton.prologue.rotate import MAX_WIDTH, MIN_WIDTH, ROWS, TILES, _rotate_kernel
+from sage_kernels._triton.prologue.rotate import warps_of as rotating_warps
 from sage_kernels.facts.recipe import BLOCK, GATED, SHRINKS
 
 
@@ -301,15 +304,24 @@ def _capability(name: str) -> int:
     return target.arch if target.backend == "cuda" else 0
 
 
-def rotate(name: str, block: int, fp32: bool = False):
-    """The Hadamard pre-pass, of packed channels."""
+def pre_balance(name: str, width: int):
+    """Centre and balance of heads before they are rotated."""
+    constants = {"HEAD_DIM": width, "WIDTH": width, "ROWS": PRE_BALANCE_ROWS, "HAS_MASK": False, "CENTERED": True}
+    constants |= {"PACKED": False, "HAS_LEFT": False}
+    types = SEQUENCES | {"q_ptr": "*bf16", "k_ptr": "*bf16", "extent_ptr": "*i32"}
+    return row("pre_balance", _pre_balance_kernel, name, constants, types, num_warps=8)
+
+
+def rotate(name: str, block: int, fp32: bool = False, balanced: bool = False):
+    """The Hadamard pre-pass, of packed channels; balanced: with a centre and a balance before it."""
     width = min(block, MAX_WIDTH)
     constants = {
         "BLOCKS": 1, "BLOCK": width, "HALVES": block // width, "WIDTH": max(width, MIN_WIDTH), "SCALE": block**-0.5,
-        "ROWS": ROWS, "TILES": TILES, "SPLIT": fp32, "stride_qd": 1, "stride_kd": 1,
+        "ROWS": ROWS, "TILES": TILES, "SPLIT": fp32, "stride_qd": 1, "stride_kd": 1, "BALANCED": balanced,
+        "VECTOR": width if balanced else 1, "PACKED": False,
     }  # fmt: skip
-    types = dict.fromkeys(("q_ptr", "k_ptr", "q_out_ptr", "k_out_ptr"), "*fp32" if fp32 else "*bf16")
-    return row("rotate", _rotate_kernel, name, constants, types, num_warps=8 if fp32 else 4)
+    types = SEQUENCES | dict.fromkeys(("q_ptr", "k_ptr", "q_out_ptr", "k_out_ptr"), "*fp32" if fp32 else "*bf16")
+    return row("rotate", _rotate_kernel, name, constants, types, num_warps=rotating_warps(fp32, balanced))
 
 
 def decode(name: str, width: int, rows: int, mask: str = "none", tokens: int = 0):
@@ -679,6 +691,8 @@ def kernels(name: str):
     yield f"{name}/combine/128", combine(name, 128)
     yield f"{name}/plan_step/128", plan_step(name, 128)
     yield f"{name}/rotate/128", rotate(name, 128)
+    yield f"{name}/rotate/128/balanced", rotate(name, 128, balanced=True)
+    yield f"{name}/pre_balance/128", pre_balance(name, 128)
     for pairs in (True, False):
         yield f"{name}/qk_norm_rope/128/{'pairs' if pairs else 'halves'}", heads(name, 128, pairs)
     if name in FULL_TARGETS:

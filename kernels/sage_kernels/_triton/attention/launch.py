@@ -15,6 +15,7 @@ from .. import compat
 from ..launch import buffer, launch, processors_of
 from ..primitives import as_loadable, broadcast_strides, head_width
 from ..prologue.mask_tiles import MaskTiles, launch_mask_tiles
+from ..prologue.pre_balance import launch_pre_balance
 from ..prologue.prologue import Prepared, launch_prologue
 from ..prologue.rotate import launch_rotate
 from ..sequences import Packed, packed_arguments
@@ -150,8 +151,6 @@ def launch_attention_fwd(
         reference = "first" if tile.kernel == "hopper" else "tile"
 
     # inputs as the kernels read them, outputs
-    if rotation == "hadamard":
-        q, k = launch_rotate(q, k)
     if is_16_bit:
         v = v.to(pv_dtype(q.dtype))
     q, k, v = (x if x.stride(3) == 1 or head_dim == 1 else x.contiguous() for x in (q, k, v))
@@ -162,6 +161,14 @@ def launch_attention_fwd(
         mask = launch_mask_tiles(
             masking, heads, kv_heads, seq_q, seq_kv, tile.block_m, tile.block_n, marks=tile.kernel == "hopper"
         )
+        if rotation == "hadamard":
+            balance = None
+            if smooth_k and state is None:  # a plan is of channels that were rotated only
+                centered = masking.may_be_centered and not return_lse
+                balance = launch_pre_balance(
+                    q, k, mask=mask, packed=packed, left=masking.left, centered=centered
+                )  # fmt: skip
+            q, k = launch_rotate(q, k, balance, packed)
         # triton.cdiv takes two microseconds on the host
         tiles = -(-seq_q // tile.block_m) if packed is None else packed.slots(seq_q, tile.block_m)
         tiles *= batch * heads

@@ -11,6 +11,8 @@ import triton.language as tl
 
 from ...facts.numerics import rotation_block
 from ..launch import buffer, launch
+from ..sequences import Packed, packed_arguments
+from .pre_balance import PreBalance
 
 
 ROWS = 64  # vectors of one matmul
@@ -50,15 +52,45 @@ def _product(x, signs, SPLIT: tl.constexpr):
     return y
 
 
-@triton.jit(do_not_specialize=["seq_q", "seq_kv", "heads", "kv_heads", "q_programs", "q_chunks", "k_chunks"])
+@triton.jit
+def _smoothed(x, center_ptr, factor_ptr, inside, is_key):
+    """Return (x - centre) · factor, rounded to x's dtype; Q has no centre."""
+    centered = x.to(tl.float32) - tl.load(center_ptr, mask=inside & is_key, other=0.0)
+    return (centered * tl.load(factor_ptr, mask=inside, other=1.0)).to(x.dtype)
+
+
+@triton.jit
+def _sequences_of(tokens, cu_ptr, sequences):
+    """Return the packed sequence of each token [ROWS]; tokens behind the last one are taken for its own."""
+    number = tokens * 0
+    for i in range(1, sequences):
+        number += (tokens >= tl.load(cu_ptr + i)).to(tl.int32)
+    return number
+
+
+@triton.jit(do_not_specialize=["seq_q", "seq_kv", "heads", "kv_heads", "q_programs", "q_chunks", "k_chunks",
+                               "sequences"])  # fmt: skip
 def _rotate_kernel(
-    q_ptr, k_ptr, q_out_ptr, k_out_ptr,
+    q_ptr, k_ptr, q_out_ptr, k_out_ptr, center_ptr, k_factor_ptr, q_factor_ptr, cu_q_ptr, cu_k_ptr, sequences,
     stride_qb, stride_qs, stride_qh, stride_qd, stride_kb, stride_ks, stride_kh, stride_kd,
     seq_q, seq_kv, heads, kv_heads, q_programs, q_chunks, k_chunks,
     BLOCKS: tl.constexpr, BLOCK: tl.constexpr, HALVES: tl.constexpr, WIDTH: tl.constexpr, SCALE: tl.constexpr,
-    ROWS: tl.constexpr, TILES: tl.constexpr, SPLIT: tl.constexpr,
+    ROWS: tl.constexpr, TILES: tl.constexpr, SPLIT: tl.constexpr, BALANCED: tl.constexpr, VECTOR: tl.constexpr,
+    PACKED: tl.constexpr,
 ):  # fmt: skip
+    """Rotate ROWS · TILES rows of Q or K; a row is one block of channels of one head of one token.
+
+    BALANCED: subtract the centre (of K) and multiply by the factor first, vectors of VECTOR numbers a head.
+    """
     program = tl.program_id(0)
+    is_key = program >= q_programs
+    factor_ptr = q_factor_ptr
+    cu_ptr = cu_q_ptr
+    group = heads // kv_heads
+    if is_key:
+        factor_ptr = k_factor_ptr
+        cu_ptr = cu_k_ptr
+        group = 1
     if program < q_programs:
         x_ptr, out_ptr, seq, h_count, chunks = q_ptr, q_out_ptr, seq_q, heads, q_chunks
         stride_b, stride_s, stride_h, stride_d = stride_qb, stride_qs, stride_qh, stride_qd
@@ -73,7 +105,8 @@ def _rotate_kernel(
     channels = tl.arange(0, WIDTH)[None, :]
     signs = _signs(WIDTH, BLOCK, tl.bfloat16 if SPLIT else x_ptr.dtype.element_ty)
     first = (program % chunks) * (ROWS * TILES)
-    for tile in tl.range(0, TILES, num_stages=2):
+    # loads of vectors ahead of time would fill the shared memory of small GPUs
+    for tile in tl.range(0, TILES, num_stages=1 if BALANCED else 2):
         rows = first + tile * ROWS + tl.arange(0, ROWS)
         head = rows // BLOCKS
         offsets = (head // h_count).to(tl.int64) * stride_s + (head % h_count).to(tl.int64) * stride_h
@@ -83,16 +116,36 @@ def _rotate_kernel(
         inside = (rows < rows_of_sample)[:, None]
         if BLOCK != WIDTH:
             inside = inside & (channels < BLOCK)
-        y = _product(tl.load(x, mask=inside, other=0.0), signs, SPLIT)
+        x_0 = tl.load(x, mask=inside, other=0.0)
+        if BALANCED:
+            sample = b
+            if PACKED:
+                sample = _sequences_of(head // h_count, cu_ptr, sequences).to(tl.int64)
+            of_head = (sample * kv_heads + head % h_count // group) * VECTOR + rows % BLOCKS * (BLOCK * HALVES)
+            at = of_head[:, None] + channels
+            x_0 = _smoothed(x_0, center_ptr + at, factor_ptr + at, inside, is_key)
+        y = _product(x_0, signs, SPLIT)
         if HALVES == 2:
-            z = _product(tl.load(x + BLOCK * stride_d, mask=inside, other=0.0), signs, SPLIT)
+            x_1 = tl.load(x + BLOCK * stride_d, mask=inside, other=0.0)
+            if BALANCED:
+                x_1 = _smoothed(x_1, center_ptr + at + BLOCK, factor_ptr + at + BLOCK, inside, is_key)
+            z = _product(x_1, signs, SPLIT)
             tl.store(out + BLOCK, ((y - z) * SCALE).to(out_ptr.dtype.element_ty), mask=inside)
             y += z
         tl.store(out, (y * SCALE).to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def launch_rotate(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def warps_of(split: bool, balanced: bool) -> int:
+    """Return the warps of a program: so many that a thread's numbers fit its registers."""
+    return 8 if split or balanced else 4
+
+
+def launch_rotate(
+    q: torch.Tensor, k: torch.Tensor, balance: PreBalance | None = None, packed: Packed | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Multiply Q and K [B, S, H, D] by the block-diagonal Hadamard matrix of `reference.ref_rotate`.
+
+    balance: what comes before it; packed: the sequences that it is of.
 
     D must be a multiple of 8; dtypes fp16, bf16 or fp32, sums in fp32. Any strides are accepted. In Triton's
     interpreter fp32 is not split, because its bf16 matmul is broken; bf16 inputs give wrong results there.
@@ -108,12 +161,16 @@ def launch_rotate(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch
     q_chunks = triton.cdiv(seq_q * heads * blocks, ROWS * TILES)
     k_chunks = triton.cdiv(seq_kv * kv_heads * blocks, ROWS * TILES)
     split = q.dtype == torch.float32 and q.is_cuda
+    vectors = (q_out,) * 3 if balance is None else balance  # stand-ins are never read
     with torch.cuda.device_of(q):
         launch(
             _rotate_kernel, (q_chunks + k_chunks) * batch,
-            q, k, q_out, k_out, *q.stride(), *k.stride(),
+            q, k, q_out, k_out, *vectors, *packed_arguments(packed, vectors[0]), *q.stride(), *k.stride(),
             seq_q, seq_kv, heads, kv_heads, q_chunks * batch, q_chunks, k_chunks,
             BLOCKS=blocks, BLOCK=block, HALVES=halves, WIDTH=max(block, MIN_WIDTH), SCALE=whole**-0.5,
-            ROWS=ROWS, TILES=TILES, SPLIT=split, num_warps=8 if split else 4, enable_fp_fusion=False,
+            ROWS=ROWS, TILES=TILES, SPLIT=split, BALANCED=balance is not None,
+            VECTOR=1 if balance is None else balance.center.shape[2],
+            PACKED=packed is not None and balance is not None,
+            num_warps=warps_of(split, balance is not None), enable_fp_fusion=False,
         )  # fmt: skip
     return q_out, k_out

@@ -161,7 +161,9 @@ def sum_up_codes(value_sums, group_index, group, KIND: gl.constexpr, LAYOUTS: gl
     seen = group.seen
 
     # the first tile's scores run beside a product with a weight of 0: whatever the slot holds does not count
-    at = Place(before=0, tile=0, slot=0, phase=0, tile_scale=group.row_scale, zeroings=0)  # the last two are not used here
+    at = Place(
+        before=0, tile=0, slot=0, phase=0, tile_scale=group.row_scale, zeroings=0
+    )  # the last two are not used here
     sums = CodeSums(
         acc=gl.zeros((ROWS, WIDTH), gl.float32, LAYOUTS.out),
         p=less_128(packed_codes(gl.zeros((ROWS, BLOCK_N), gl.float32, SCORES), SCORES, BLOCK_N)),

@@ -92,11 +92,12 @@ def attention_fwd_hopper_kernel(
 ):  # fmt: skip
     """Attention of one query tile: GROUPS · 64 rows of one head.
 
-    mask_ptr: mask of rows, whose keys are next to each other. keys: descriptor of codes of K, [rows, WIDTH], padded to whole tiles. values: descriptor of V [B, S_kv, H_kv, D] in
-    16 bit, or of 8-bit codes of V as the prologue lays them out. key_scales: quantisation scales of K, a pointer with
-    one a key tile, or a descriptor with one a key (SCALING "per_token"). reach_ptr, tiles_ptr, numbers_ptr: of
-    MaskTiles. With SPLIT, from program `whole` on, `pieces` programs share a query tile (split_keys.py), with partial
-    sums in partials_ptr and counters in arrived_ptr. Other arguments as in ../kernel.py.
+    mask_ptr: mask of rows, whose keys are next to each other. keys: descriptor of codes of K, [rows, WIDTH], padded to
+    whole tiles. values: descriptor of V [B, S_kv, H_kv, D] in 16 bit, or of 8-bit codes of V as the prologue lays them
+    out. key_scales: quantisation scales of K, a pointer with one a key tile, or a descriptor with one a key (SCALING
+    "per_token"). reach_ptr, tiles_ptr, numbers_ptr: of MaskTiles. With SPLIT, from program `whole` on, `pieces`
+    programs share a query tile (split_keys.py), with partial sums in partials_ptr and counters in arrived_ptr. Other
+    arguments as in ../kernel.py.
     """
     wait_for_launch_before()
     m_tiles = (seq_q + GROUPS * ROWS - 1) // (GROUPS * ROWS)

@@ -73,9 +73,7 @@ def _key_step(
     scores = warpgroup_mma(group.q_codes, k_tile, group.zero, use_acc=False, is_async=True)
     v_tile = value_operand(ring.v_tiles.index(slot), WIDTH, BLOCK_N, FORMAT.pv)
     if MASKED and not FP8:
-        zeroings = zero_hidden_of(
-            before, zeroings, v_tile, seen, group.zeroed, BLOCK_N, WIDTH, MASKING, group_index
-        )
+        zeroings = zero_hidden_of(before, zeroings, v_tile, seen, group.zeroed, BLOCK_N, WIDTH, MASKING, group_index)
     p_operand = as_operand(p, KIND.pv_dtype, LAYOUTS.p_operand, BLOCK_N)
     acc = warpgroup_mma(p_operand, v_tile, acc, use_acc=adds, is_async=True)
     # The slot before is free: nothing has read it since the last wait for P·V. An arrival has a barrier of the warps
