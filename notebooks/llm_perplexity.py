@@ -24,7 +24,6 @@ from picture_report import markdown_table
 
 from sage_kernels import RECIPES
 from sage_processors.evaluation import language
-from sage_processors.evaluation.metrics import Interval
 
 
 # %% tags=["parameters"]
@@ -74,16 +73,16 @@ Markdown(markdown_table(header, lines))
 ours = {key: result for key, result in results.items() if key[1] != "stock"}
 stock = results["stock", "stock"]
 figure, axes = drawing.figure(1, 2, width=11, height=4)
-for index, ((_, name), result) in enumerate(ours.items()):
+for index, ((recipe, name), result) in enumerate(ours.items()):
     change = 1000 * (result.perplexity.losses - stock.perplexity.losses)
-    axes[0, 0].plot(change.sort().values, label=name, ms=4, lw=1, **drawing.style_of(index))
+    axes[0, 0].plot(change.sort().values, label=f"{name}, {recipe}", ms=4, lw=1, **drawing.style_of(index))
 axes[0, 0].axhline(0, color="#333333", lw=0.8)
 axes[0, 0].set(
     xlabel="window, sorted by change", ylabel="loss above stock's, 0.001 nats per token", title="perplexity"
 )
 axes[0, 0].legend(fontsize=8)
-memory = [Interval(*3 * (float(result.kv_bytes_per_token),)) for result in results.values()]
-drawing.bars(axes[0, 1], [name for _, name in results], memory, unit="KV cache, bytes per token", digits=0)
+memory = {name: float(result.kv_bytes_per_token) for (_, name), result in results.items()}  # whatever the recipe
+drawing.bars(axes[0, 1], list(memory), list(memory.values()), unit="KV cache, bytes per token", digits=0)
 axes[0, 1].set_title("memory")
 Image(drawing.save(figure, FIGURES / "llm_perplexity.png"))
 

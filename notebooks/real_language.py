@@ -22,7 +22,7 @@ import csv
 import math
 from pathlib import Path
 
-import matplotlib.pyplot as plt
+import drawing
 import torch
 from IPython.display import Image, Markdown, display
 
@@ -59,18 +59,20 @@ def markdown_table(header: list[str], lines: list[list[str]]) -> str:
 
 def two_plots(height: float):
     """A figure with one plot for each model."""
-    made, axes = plt.subplots(1, len(models), figsize=(5.5 * len(models), height), squeeze=False, layout="constrained")
+    made, axes = drawing.figure(1, len(models), width=5.5 * len(models), height=height)
     return made, axes[0]
 
 
 def saved(made, name: str) -> Image:
-    path = FIGURES / f"{name}.png"
-    made.savefig(path, dpi=80, metadata={"Software": None})
-    plt.close(made)
-    return Image(path)
+    """Save a figure with one legend of all its series."""
+    named = {}
+    for place in made.axes:
+        named |= {text: line for line, text in zip(*place.get_legend_handles_labels(), strict=True)}
+    made.legend(named.values(), named.keys(), loc="outside lower center", ncols=4, fontsize=8)
+    return Image(drawing.save(made, FIGURES / f"{name}.png"))
 
 
-STYLES = dict(zip(MODES, zip(plt.get_cmap("tab10").colors, "osDv^<>Px", strict=False), strict=False))
+STYLES = {mode: drawing.style_of(index) for index, mode in enumerate(MODES)}
 
 texts = read("language.csv")
 models = sorted({row["model"] for row in texts}, reverse=True)
@@ -168,10 +170,11 @@ for place, model in zip(axes, models, strict=True):
         if not firsts:
             continue
         mean = [values(own, "kl", [key for key in own if key[2] == first]).mean().item() for first in firsts]
-        color, marker = STYLES[mode]
-        place.plot(firsts, mean, label=label, ms=4, lw=1.2, color=color, marker=marker)
+        place.plot(firsts, mean, label=label, ms=4, lw=1.2, **STYLES[mode])
     place.set(yscale="log", xlabel="first token of a block of 128", ylabel="mean KL to fp32, nats", title=model)
-    place.legend(fontsize=7, loc="upper left", bbox_to_anchor=(0, -0.18), ncols=2)
+    ticks = [x for x in (1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3) if place.get_ylim()[0] <= x <= place.get_ylim()[1]]
+    place.set_yticks(ticks, [f"{x:g}" for x in ticks])
+    place.set_yticks([], minor=True)
 saved(figure, "real_language_by_position")
 
 # %% [markdown]
@@ -187,14 +190,11 @@ lines = []
 for place, model in zip(axes, models, strict=True):
     for mode in ("bf16", "int8", "rotated"):
         own = sorted((int(r["layer"]), float(r["error"])) for r in layers if (r["model"], r["mode"]) == (model, mode))
-        place.plot(
-            *zip(*own, strict=True), label=MODES[mode], ms=4, lw=1.2, color=STYLES[mode][0], marker=STYLES[mode][1]
-        )
+        place.plot(*zip(*own, strict=True), label=MODES[mode], ms=4, lw=1.2, **STYLES[mode])
         errors = torch.tensor([error for _, error in own], dtype=torch.float64)
         worst = int(errors.argmax())
         lines.append([model, MODES[mode], f"{errors.square().mean().sqrt():.2%}", f"{errors.max():.2%}", str(worst)])
-    place.set(xlabel="layer", ylabel="relative L2 error", title=model, ylim=(0, None))
-    place.legend(fontsize=8)
+    place.set(xlabel="layer", ylabel="relative L2 error", title=model, ylim=(0, None), xticks=range(0, len(own), 3))
 display(Markdown(markdown_table(["model", "mode", "root mean square", "worst", "layer"], lines)))
 saved(figure, "real_language_by_layer")
 

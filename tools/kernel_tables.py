@@ -69,17 +69,39 @@ def linear_rivals(rows: list[dict[str, str]]) -> str:
 
 
 def models(rows: list[dict[str, str]]) -> str:
-    """Return a table of denoisers with preset "fast": a line for the newest run of each."""
-    runs: dict[tuple[str, str], dict[tuple[str, str], dict[str, str]]] = {}
-    for row in rows:
-        if row["suite"] == "models" and row["recipe"] in ("", "preset_fast"):
-            runs.setdefault((row["case"], row["gpu"]), {})[row["recipe"], row["metric"]] = row
+    """Return a table of denoisers with preset "fast": a line for the newest run of each, with its other ways."""
+    rows = [row for row in rows if row["suite"] == "models"]
+    commits = {(row["case"], row["gpu"]): row["commit"] for row in rows if row["recipe"] == "preset_fast"}
     lines = []
-    for (case, gpu), run in runs.items():
-        stock, ours = (float(run[recipe, "time"]["median"]) for recipe in ("", "preset_fast"))
-        error, commit = run["preset_fast", "rel_l1"]["median"], run["preset_fast", "time"]["commit"]
-        lines.append([case, gpu, commit, f"{stock:.1f}", f"{ours:.1f}", f"{ours / stock:.2f}", error])
-    header = ["model", "GPU", "commit", "stock, ms", '"fast", ms', "share of stock's time", "relative L1"]
+    for (case, gpu), commit in commits.items():
+        run = [r for r in rows if (r["case"], r["gpu"], r["commit"]) == (case, gpu, commit)]
+        times = {r["recipe"] or r["provider"]: float(r["median"]) for r in run if r["metric"] == "time"}
+        errors = {r["recipe"]: r["median"] for r in run if r["metric"] == "rel_l1"}
+        stock = next(times.pop(name) for name in ("torch_sdpa_cudnn", "torch_sdpa") if name in times)
+        ours = times.pop("preset_fast")
+        others = "; ".join(f"{name} {value:.1f}" for name, value in times.items())
+        lines.append(
+            [
+                case,
+                gpu,
+                commit,
+                f"{stock:.1f}",
+                f"{ours:.1f}",
+                f"{ours / stock:.2f}",
+                errors["preset_fast"],
+                others or "–",
+            ]
+        )
+    header = [
+        "model",
+        "GPU",
+        "commit",
+        "stock, ms",
+        '"fast", ms',
+        "share of stock's time",
+        "relative L1",
+        "others, ms",
+    ]
     return markdown_table(header, lines) if lines else "No rows yet: `kernels/benchmarks/bench_models.py` on a GPU."
 
 

@@ -162,7 +162,7 @@ class Bench:
 
     def rival(self, name: str) -> Measured:
         if self.rivals[name] is not None:
-            with rival_attention(self.rivals[name]), held_to("torch_sdpa_cudnn", self.device):
+            with rival_attention(self.rivals[name], self.model), held_to("torch_sdpa_cudnn", self.device):
                 return self.measure(1)
         choices = choose(self.model, label=str, linears="int8", min_features=self.min_features)
         layers = [choice.module for choice in choices if choice.format != "none"]

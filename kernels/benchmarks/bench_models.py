@@ -1,12 +1,13 @@
-"""Time forwards of fourteen denoisers with preset "fast" against eager stock, with rows of suite models.
+"""Time forwards of fourteen denoisers, eager stock and preset "fast" or other ways, with rows of suite models.
 
     python kernels/benchmarks/bench_models.py                      # all of published_models.py, minutes on an H200
     python kernels/benchmarks/bench_models.py --case mochi --no-save
+    python kernels/benchmarks/bench_models.py --case flux_1024 --ways cudnn compiled fast sageattention_2
     python kernels/benchmarks/bench_models.py --tiny --device cpu --no-save
 
 Models have random weights and published shapes, some with fewer blocks. Forwards are called as a pipeline calls them:
-one after another, and the host waits after the last. Stock is eager, with cuDNN (PyTorch's own choice where
-cuDNN has no kernel for the mask). A model that fails is told and left out.
+one after another, and the host waits after the last. Every way but "default" prefers cuDNN for attention that it
+leaves to PyTorch. A way that fails is told and left out.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import torch
-from bench_end_to_end import RESULTS, WARM_UP, check_output, held_to
+from bench_end_to_end import OURS, RESULTS, WARM_UP, check_output
 from model_cases import make_inputs, make_model
 from published_models import SUITE
+from ways import CUDNN, DEFAULT, NAMES, Way, chosen, cudnn_first, is_8_bit
 
-import sage_processors as sp
 from sage_kernels.results import append_row, check_appendable
 
 
@@ -37,7 +38,7 @@ def parse(arguments=None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", action="append", choices=sorted(SUITE), help="may be repeated; all by default")
-    parser.add_argument("--preset", default="fast")
+    parser.add_argument("--ways", nargs="+", choices=NAMES, default=("cudnn", "fast"), help="ways to run")
     parser.add_argument("--tiny", action="store_true", help="tiny models of the same classes")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--csv", type=Path, help="where rows go; results.csv by default")
@@ -71,63 +72,58 @@ def warmed(model, case, device, forwards: int) -> None:
         model(**make_inputs(case, step, device, torch.bfloat16), return_dict=False)
 
 
-def stock_of(model, case, device) -> str:
-    """Return torch_sdpa_cudnn, or torch_sdpa (its own choice) where cuDNN has no kernel for the model's mask."""
-    try:
-        with held_to("torch_sdpa_cudnn", device):
-            warmed(model, case, device, 1)
-    except RuntimeError as error:
-        if "No available kernel" not in str(error):
-            raise
-        return "torch_sdpa"
-    return "torch_sdpa_cudnn"
-
-
-def measure(case, preset: str, device, csv: Path | None) -> str:
-    """Time one case, append its rows, and return what to print. Raises: whatever the model raises."""
+def measure(case, options, device, csv: Path | None) -> list[str]:
+    """Time one case in every way and append its rows. Returns the failures."""
     model, first = make_model(case, device, torch.bfloat16), WARM_UP + GRAPHS_AFTER
-    stock_provider = stock_of(model, case, device)
-    _peak(device)  # making the model took more than a forward does
-    with held_to(stock_provider, device) if stock_provider != "torch_sdpa" else nullcontext():
-        warmed(model, case, device, 2)
-        stock, wanted = timed(model, case, device, first)
-        peaks = [_peak(device)]
-        with sp.apply(model, sp.SageAttnProcessor(preset)) as handle:
-            handle.new_run()
-            warmed(model, case, device, first)
-            ours, found = timed(model, case, device, first)
-            report, graphs = handle.report(), handle._denoisers[0].graphs
-        peaks.append(_peak(device))
-    l1, l2 = check_output(found, wanted)
-    sizes = case.attention()
-    shared = {
-        "suite": "models", "case": case.name, "batch": sizes["batch"], "heads": sizes["heads"],
-        "kv_heads": sizes["kv_heads"], "seq_q": sizes["seq_q"], "seq_k": sizes["seq_kv"],
-        "head_dim": sizes["head_dim"], "causal": sizes["causal"],
-    }  # fmt: skip
-    ratio = statistics.median(stock) / statistics.median(ours)
-    for provider, recipe, times, peak, times_ratio in (
-        (stock_provider, "", stock, peaks[0], 1.0),
-        ("sage_kernels", f"preset_{preset}", ours, peaks[1], ratio),
-    ):
-        is_ours = bool(recipe)
-        own = {"provider": provider, "recipe": recipe, "includes_quantization": is_ours}
-        error = {"rel_l2_error": f"{l2:.5f}" if is_ours else ""}
+    failures, wanted, cudnn = [], None, None
+    for way in chosen(options.ways, 0 if options.tiny else None):
+        label = f"{case.name:24} {way.provider:22} {way.recipe:16}"
+        gc.collect()
+        _peak(device)  # making the model took more than a forward does
+        try:
+            with nullcontext() if way.provider == DEFAULT else cudnn_first(), way.inside(model, model) as handle:
+                if way.provider == OURS:
+                    handle.new_run()
+                warmed(model, case, device, first if way.provider == OURS else 2)
+                times, output = timed(model, case, device, first)
+                said = _said(handle) if way.provider == OURS else ""
+            peak = _peak(device)
+            wanted = output if wanted is None else wanted
+            l1, l2 = check_output(output, wanted)
+        except Exception as error:  # the other ways are measured all the same
+            failures.append(f"{label}: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
+            print(f"FAILED {failures[-1]}", flush=True)
+            continue
+        median = statistics.median(times)
+        cudnn = median if way.provider == CUDNN else cudnn
+        ratio = f"{cudnn / median:.3f}" if cudnn else ""
+        print(f"{label} {median:8.2f} ms  {ratio or '-'}x  L1 {l1:.4f}  {peak:.1f} GiB  {said}", flush=True)
         if csv is not None:
-            p20, median, p80 = (f"{x:.3f}" for x in torch.tensor(times).quantile(torch.tensor([0.2, 0.5, 0.8])))
-            append_row(
-                csv, **shared, **own, **error, metric="time", unit="ms", median=median, p20=p20, p80=p80,
-                ratio_vs_cudnn=f"{times_ratio:.3f}",
-            )  # fmt: skip
-            append_row(csv, **shared, **own, **error, metric="peak_memory", unit="GiB", median=f"{peak:.3f}")
-            if is_ours:
-                append_row(csv, **shared, **own, **error, metric="rel_l1", unit="1", median=f"{l1:.5f}")
+            save(csv, case, way, times, peak, ratio, l1, l2)
+    return failures
+
+
+def _said(handle) -> str:
+    """Return what ran from graphs, and attention calls in 16 bit."""
+    report, graphs = handle.report(), handle._denoisers[0].graphs
     from_graphs = "no graphs" if graphs is None else f"{graphs.replays} whole, {graphs.partly} in blocks"
-    return (
-        f"{case.name:24} stock {statistics.median(stock):8.2f} ms  ours {statistics.median(ours):8.2f} ms  "
-        f"{1 / ratio:.3f} of stock's time  L1 {l1:.4f}  {peaks[0]:.1f} -> {peaks[1]:.1f} GiB  {from_graphs}  "
-        f"16 bit {dict(report.fallbacks)}"
-    )
+    return f"{from_graphs}  16 bit {dict(report.fallbacks)}"
+
+
+def save(csv: Path, case, way: Way, times: list[float], peak: float, ratio: str, l1: float, l2: float) -> None:
+    """Append the rows of one way."""
+    sizes, quantizes = case.attention(), is_8_bit(way.provider)
+    shared = {
+        "suite": "models", "case": case.name, "provider": way.provider, "recipe": way.recipe, "batch": sizes["batch"],
+        "heads": sizes["heads"], "kv_heads": sizes["kv_heads"], "seq_q": sizes["seq_q"], "seq_k": sizes["seq_kv"],
+        "head_dim": sizes["head_dim"], "causal": sizes["causal"], "includes_quantization": quantizes,
+        "rel_l2_error": f"{l2:.5f}" if quantizes else "",
+    }  # fmt: skip
+    p20, median, p80 = (f"{x:.3f}" for x in torch.tensor(times).quantile(torch.tensor([0.2, 0.5, 0.8])))
+    append_row(csv, **shared, metric="time", unit="ms", median=median, p20=p20, p80=p80, ratio_vs_cudnn=ratio)
+    append_row(csv, **shared, metric="peak_memory", unit="GiB", median=f"{peak:.3f}")
+    if quantizes:
+        append_row(csv, **shared, metric="rel_l1", unit="1", median=f"{l1:.5f}")
 
 
 def _peak(device) -> float:
@@ -141,7 +137,7 @@ def _peak(device) -> float:
 
 @torch.no_grad()
 def main(arguments=None) -> int:
-    """Run the command. Returns 1 if a model failed."""
+    """Run the command. Returns 1 if anything failed."""
     options = parse(arguments)
     device, failures = torch.device(options.device), []
     csv = None if options.no_save else options.csv or (None if options.tiny else RESULTS)
@@ -150,7 +146,7 @@ def main(arguments=None) -> int:
     for name in options.case or SUITE:
         case = SUITE[name].tiny() if options.tiny else SUITE[name]
         try:
-            print(measure(case, options.preset, device, csv), flush=True)
+            failures += measure(case, options, device, csv)
         except Exception as error:  # the other models are measured all the same
             failures.append(name)
             print(

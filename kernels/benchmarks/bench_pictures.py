@@ -4,11 +4,12 @@
     python kernels/benchmarks/bench_pictures.py --case wan21_1_3b_480p81
     python kernels/benchmarks/bench_pictures.py --tiny --device cpu --no-save
 
-Random weights of the published shapes: text encoders, denoiser, scheduler, VAE. Ways, in turn: stock as it comes;
-stock on cuDNN; stock on cuDNN with its repeated blocks compiled, as diffusers advises; other packages' attention
-(--with); INT8 attention alone; the preset. With --whole each way draws a first and a later picture with all steps.
-Without it a picture is computed: a call of one step, with text encoders and VAE, plus the time of a step, from calls
-without a VAE that differ by three, for every other step. Its rows say so (case/computed).
+Random weights of the published shapes: text encoders, denoiser, scheduler, VAE. Ways, in turn (--ways): stock as it
+comes; stock on cuDNN; stock on cuDNN with its repeated blocks compiled, as diffusers advises; INT8 attention alone;
+presets; other packages' attention in the denoiser; their linear layers, with blocks compiled. With --whole each way
+draws a first and a later picture with all steps. Without it a picture is computed: a call of one step, with text
+encoders and VAE, plus the time of a step, from calls without a VAE that differ by three, for every other step. Its
+rows say so (case/computed).
 
 A way has no rows unless latents after two steps are those of stock, up to the error of 8 bit.
 """
@@ -19,35 +20,21 @@ import argparse
 import gc
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from bench_end_to_end import OURS, RESULTS, check_output, compiled_blocks
+from bench_end_to_end import OURS, RESULTS, check_output
 from picture_cases import DRAWINGS, Painter
-from rival_attention import ATTENTION_RIVALS, bound, imported, rival_attention
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from ways import CUDNN, NAMES, Way, chosen, is_8_bit
 
-import sage_processors as sp
 from sage_kernels.results import append_row, check_appendable
 
 
-CUDNN = "torch_sdpa_cudnn"
-AS_IT_COMES = "torch_sdpa_default"
-COMPILED = "torch_compiled_cudnn"
+USUAL = ("default", "cudnn", "compiled", "int8", "fast")
 FEW, MORE = 1, 3  # steps of the calls that a computed picture is made from
-WARM_STEPS = {True: 6, False: 2}  # of ours and of others in its first call: kernels compile, ours captures graphs
 CHECKED_STEPS = 2  # steps after which latents are compared
-
-
-class Way(NamedTuple):
-    """One way to draw. inside(painter): the with-statement around all of its calls."""
-
-    provider: str
-    recipe: str
-    inside: Callable[[Painter], AbstractContextManager]
+CAPTURED = 6  # steps after which ours has compiled its kernels and captured its graphs
 
 
 class Drawn(NamedTuple):
@@ -62,31 +49,6 @@ class Drawn(NamedTuple):
     later: float
     step: float
     peak: float | None
-
-
-def ways(preset: str, rivals) -> Iterator[Way]:
-    """Yield every way to draw."""
-    yield Way(AS_IT_COMES, "", lambda painter: nullcontext())
-    yield Way(CUDNN, "", lambda painter: _cudnn_first())
-    yield Way(COMPILED, "", _compiled)
-    for rival in rivals:
-        yield Way(rival.provider, "", lambda painter, rival=rival: rival_attention(rival))
-    yield Way(OURS, "qk_int8_pv_bf16", lambda painter: sp.apply(painter.pipe, sp.SageAttnProcessor()))
-    yield Way(OURS, f"preset_{preset}", lambda painter: sp.apply(painter.pipe, sp.SageAttnProcessor(preset)))
-
-
-def _cudnn_first() -> AbstractContextManager:
-    """Prefer cuDNN. A VAE's heads of 512 channels and text encoders' masks may have no kernel there."""
-    order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-    return sdpa_kernel(order, set_priority=True)
-
-
-@contextmanager
-def _compiled(painter: Painter):
-    with ExitStack() as stack:
-        stack.enter_context(_cudnn_first())
-        stack.enter_context(compiled_blocks(painter.denoiser))
-        yield
 
 
 def seconds(painter: Painter, steps: int, output_type: str = "pil") -> float:
@@ -110,21 +72,22 @@ def measure(painter: Painter, way: Way, whole: bool) -> tuple[Drawn, torch.Tenso
     if device.type == "cuda":
         torch.cuda.empty_cache()
     began = time.perf_counter()  # the swap counts as part of the first picture
-    with way.inside(painter) as handle:
+    with way.inside(painter.denoiser, painter.pipe) as handle:
         if whole:
             seconds(painter, steps)
             first = time.perf_counter() - began
-            _reset_peak(device)
+        elif way.provider == OURS:
+            painter.draw(CAPTURED, "latent")
+        latents = painter.draw(CHECKED_STEPS, "latent").float().clone()
+        _reset_peak(device)
+        if whole:
             later = seconds(painter, steps)
             step = (later - seconds(painter, FEW)) / (steps - FEW)
         else:
-            seconds(painter, WARM_STEPS[way.provider == OURS], "latent")
-            _reset_peak(device)
             first, few = None, seconds(painter, FEW)
             step = (seconds(painter, FEW + MORE, "latent") - seconds(painter, FEW, "latent")) / MORE
             later = few + (steps - FEW) * step
         peak = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None
-        latents = painter.draw(CHECKED_STEPS, "latent").float().clone()
         exact = handle.report().fallbacks if hasattr(handle, "report") else {}
     return Drawn(first, later, step, peak), latents, dict(exact)
 
@@ -139,7 +102,8 @@ def run_case(name: str, options: argparse.Namespace, csv: Path | None) -> list[s
     drawing = DRAWINGS[name].tiny() if options.tiny else DRAWINGS[name]
     device, failures, stock, cudnn = torch.device(options.device), [], None, None
     painter = Painter(drawing, device)
-    for way in ways(options.preset, imported(options.rivals or ())):
+    painter.draw(FEW)  # or the first way alone would pay for what text encoders and VAE do once a process
+    for way in chosen(options.ways, 0 if options.tiny else None):
         label = f"{drawing.name:24} {way.provider:22} {way.recipe:16}"
         try:
             drawn, latents, exact = measure(painter, way, options.whole)
@@ -164,7 +128,7 @@ def run_case(name: str, options: argparse.Namespace, csv: Path | None) -> list[s
 
 def save(csv: Path, drawing, way: Way, drawn: Drawn, ratio, l1: float, l2: float, whole: bool) -> None:
     """Append the rows of one way."""
-    sizes, quantizes = drawing.denoiser.attention(), way.provider == OURS or bound(way.provider) is not None
+    sizes, quantizes = drawing.denoiser.attention(), is_8_bit(way.provider)
     shared = {
         "suite": drawing.suite, "provider": way.provider, "recipe": way.recipe, "batch": sizes["batch"],
         "heads": sizes["heads"], "kv_heads": sizes["kv_heads"], "seq_q": sizes["seq_q"], "seq_k": sizes["seq_kv"],
@@ -190,9 +154,7 @@ def parse(arguments=None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", action="append", choices=sorted(DRAWINGS), help="may be repeated; all by default")
     parser.add_argument("--whole", action="store_true", help="draw whole pictures instead of computing their time")
-    parser.add_argument("--preset", default="fast")
-    names = [name for name in ATTENTION_RIVALS if name != "torch_flex"]
-    parser.add_argument("--with", action="append", choices=names, dest="rivals", help="attention of other packages")
+    parser.add_argument("--ways", nargs="+", choices=NAMES, default=USUAL, help="ways to draw")
     parser.add_argument("--tiny", action="store_true", help="tiny models of the same classes; needs --csv to save")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--csv", type=Path, help="where rows go; results.csv by default")

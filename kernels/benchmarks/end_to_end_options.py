@@ -27,10 +27,8 @@ def parse(about: str, arguments=None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, help="at most so many blocks of each kind; the case's name says so")
     parser.add_argument("--min-tokens", type=int, help="of our options: 0 runs short calls in INT8 too; named so")
     parser.add_argument("--linears", choices=("none", "int8", "fp8"), default="none", help="of our options")
-    rivals = (*RIVALS, *(name for name in ATTENTION_RIVALS if name != "torch_flex"))
-    parser.add_argument(
-        "--rival", action="append", choices=rivals, default=[], help="another package; may be repeated"
-    )
+    rivals = (*RIVALS, *ATTENTION_RIVALS)
+    parser.add_argument("--rival", action="append", choices=rivals, default=[], help="another package; repeatable")
     parser.add_argument("--min-features", type=int, help="of our options: short linear calls run in 8 bit; named so")
     parser.add_argument("--called", choices=CALLED, default="eager", help="denoisers only; the case's name says so")
     parser.add_argument("--skip", type=int, default=0, help="percent of the key tiles; denoisers only; named so")

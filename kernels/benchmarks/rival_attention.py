@@ -5,6 +5,7 @@ How each was built for the rows of results.csv: docs/comparison.md.
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -13,6 +14,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional
 from replaced_attention import attention_as
+from torch import nn
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 
 class Rival(NamedTuple):
@@ -87,6 +90,7 @@ def _torchao_fp8_attention() -> Rival:
 
 
 ATTENTION_RIVALS = {
+    "torch_flex": lambda: Rival("torch_flex", None),
     "sageattention_1": _sageattention_1,
     "sageattention_2": _sageattention_2,
     "flash_attn_3": _flash_attn_3,
@@ -131,8 +135,6 @@ def of_case(rival: Rival, case) -> Callable:
 
 def flex(case) -> Callable:
     """Return torch's FlexAttention, compiled for this shape, without copies of K and V for GQA."""
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
     block_mask = None
     if case.causal:
         offset = case.seq_kv - case.seq_q
@@ -149,18 +151,32 @@ def flex(case) -> Callable:
 
 
 @contextmanager
-def rival_attention(rival: Rival):
-    """Run a rival in place of scaled_dot_product_attention inside of the with-statement.
+def rival_attention(rival: Rival, model: nn.Module):
+    """Run a rival in place of a model's scaled_dot_product_attention inside of the with-statement.
 
-    Calls with a mask, dropout, heads that share keys or heads wider than WIDEST go to PyTorch as before.
+    Calls with a mask, dropout, heads that share keys or heads wider than WIDEST go to PyTorch as before, and those of
+    FlexAttention with a causal mask too.
     """
-    stock = torch.nn.functional.scaled_dot_product_attention
+    stock, forward, attend = torch.nn.functional.scaled_dot_product_attention, model.forward, rival.attend or _flex()
 
     def attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
         plain = attn_mask is None and not dropout_p and query.shape[1] == key.shape[1]
-        if not plain or query.shape[-1] > WIDEST:
+        if not plain or query.shape[-1] > WIDEST or (is_causal and rival.attend is None):
             return stock(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-        return rival.attend(query, key, value, is_causal, scale)
+        return attend(query, key, value, is_causal, scale)
 
-    with attention_as(attention):
+    @functools.wraps(forward)
+    def with_rival(*args, **options):
+        with attention_as(attention):
+            return forward(*args, **options)
+
+    model.forward = with_rival
+    try:
         yield
+    finally:
+        del model.forward
+
+
+def _flex() -> Callable:
+    compiled = torch.compile(flex_attention, dynamic=False)
+    return lambda q, k, v, causal, scale: compiled(q, k, v, scale=scale)

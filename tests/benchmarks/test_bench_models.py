@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 
@@ -29,7 +31,7 @@ def test_a_model_of_the_suite_runs(bench, name):
     assert bench.SUITE[name].attention()["seq_q"] > 4000
 
 
-def test_rows_and_a_model_that_fails(bench, tmp_path, capsys, monkeypatch):
+def test_rows_and_models_and_ways_that_fail(bench, sageattention, tmp_path, capsys, monkeypatch):
     path, make_model = tmp_path / "rows.csv", bench.make_model
 
     def failing(case, *args):
@@ -38,13 +40,20 @@ def test_rows_and_a_model_that_fails(bench, tmp_path, capsys, monkeypatch):
         return make_model(case, *args)
 
     monkeypatch.setattr(bench, "make_model", failing)
+    monkeypatch.setitem(sys.modules, "torchao.quantization", None)  # as where it is not installed
     cases = [x for name in ("mochi", "qwen_image_1328") for x in ("--case", name)]
+    cases += ["--ways", "cudnn", "fast", "sageattention_2", "torchao_int8"]
     assert bench.main(["--tiny", "--device", "cpu", "--csv", str(path), *cases]) == 1
     printed = capsys.readouterr().out
-    assert "FAILED mochi/tiny: RuntimeError: no such model\n" in printed and "qwen_image_1328/tiny" in printed
+    assert (
+        "FAILED mochi/tiny: RuntimeError: no such model\n" in printed
+        and "torchao_int8" in printed
+        and "qwen_image_1328/tiny" in printed
+    )
     rows = read_rows(path)
     assert {row["case"] for row in rows} == {"qwen_image_1328/tiny"} and {row["suite"] for row in rows} == {"models"}
-    assert [(row["recipe"], row["metric"]) for row in rows] == [
-        ("", "time"), ("", "peak_memory"), ("preset_fast", "time"), ("preset_fast", "peak_memory"),
-        ("preset_fast", "rel_l1"),
+    assert [(row["provider"], row["recipe"], row["metric"]) for row in rows] == [
+        ("torch_sdpa_cudnn", "", "time"), ("torch_sdpa_cudnn", "", "peak_memory"),
+        *(("sage_kernels", "preset_fast", metric) for metric in ("time", "peak_memory", "rel_l1")),
+        *(("sageattention_2.2.0", "", metric) for metric in ("time", "peak_memory", "rel_l1")),
     ]  # fmt: skip

@@ -37,23 +37,45 @@ def test_every_way_has_its_rows(bench, tmp_path):
 
 
 def test_a_computed_picture_says_so_and_wrong_latents_have_no_row(bench, tmp_path, monkeypatch):
-    stock, other = list(bench.ways("fast", ()))[:2]
+    stock, other = bench.chosen(["default", "cudnn"])
     draw, wrong = bench.Painter.draw, []
 
     def drawn(painter, steps, output_type="pil"):
         made = draw(painter, steps, output_type)
         return made + 1 if wrong and isinstance(made, torch.Tensor) else made
 
-    def inside(painter):
+    def inside(model, pipe):
         wrong.append(True)
-        return other.inside(painter)
+        return other.inside(model, pipe)
 
-    monkeypatch.setattr(bench, "ways", lambda preset, rivals: [stock, other._replace(inside=inside)])
+    monkeypatch.setattr(bench, "chosen", lambda names, least: [stock, other._replace(inside=inside)])
     monkeypatch.setattr(bench.Painter, "draw", drawn)
     assert bench.main([*TINY, "--csv", str(tmp_path / "rows.csv")]) == 1
     rows = read_rows(tmp_path / "rows.csv")
     assert {row["provider"] for row in rows} == {stock.provider}
     assert {row["case"] for row in rows} == {f"{NAME}/tiny/computed{part}" for part in ("", "/step", "/rest")}
+
+
+@pytest.mark.parametrize("name", ["flux_1024", "sdxl_1024", "qwen_image_1328", "wan_14b_480p81"])
+@pytest.mark.slow("each model takes many seconds")
+def test_every_model_draws_with_another_attention_and_with_ours(bench, sageattention, name, capsys):
+    ways = ["default", "fast", "sageattention_2", "flash_attn_4"]
+    assert bench.main(["--tiny", "--device", "cpu", "--case", name, "--no-save", "--ways", *ways]) == 0
+    printed = capsys.readouterr().out
+    assert sageattention and all(f"{name}/tiny" in line for line in printed.splitlines() if "later" in line)
+    assert printed.count("later") == 3 and "flash_attn_4: not installed here" in printed
+
+
+def test_cudnn_is_preferred_where_it_has_a_kernel(bench):
+    """A VAE's heads of 512 channels have none there, and all other back ends stay allowed."""
+    from ways import cudnn_first
+
+    before = torch._C._get_sdp_priority_order()
+    with cudnn_first():
+        order = torch._C._get_sdp_priority_order()
+        assert order[0] == int(torch.nn.attention.SDPBackend.CUDNN_ATTENTION) and set(order) >= set(before) - {4}
+        assert torch.backends.cuda.mem_efficient_sdp_enabled() and torch.backends.cuda.math_sdp_enabled()
+    assert torch._C._get_sdp_priority_order() == before
 
 
 def test_text_is_what_the_published_encoders_make(bench):

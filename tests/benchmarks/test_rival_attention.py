@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import sys
-import types
-
 import pytest
 import torch
+from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from sage_kernels.results import read_rows
@@ -31,44 +28,47 @@ def rivals(bench):
     return rival_attention
 
 
-@pytest.fixture
-def stand_in(monkeypatch):
-    """A package of SageAttention 2's name and signature, with a rounding of its own."""
-    package, calls = types.ModuleType("sageattention"), []
-
-    def attend(q, k, v, tensor_layout="HND", is_causal=False, sm_scale=None):
-        assert tensor_layout == "HND"
-        calls.append(q.shape)
-        return scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=sm_scale) * 1.02
-
-    package.sageattn_qk_int8_pv_fp8_cuda_sm90 = attend
-    version = importlib.metadata.version
-    monkeypatch.setitem(sys.modules, "sageattention", package)
-    monkeypatch.setattr(importlib.metadata, "version", lambda x: "2.2.0" if x == "sageattention" else version(x))
-    return calls
-
-
-def test_a_rival_runs_in_place_of_the_models_attention(bench, stand_in, tmp_path):
+def test_a_rival_runs_in_place_of_the_models_attention(bench, sageattention, tmp_path):
     assert bench.main([*TINY, str(tmp_path / "rows.csv")]) == 0
     rows = {(r["provider"], r["metric"]): r for r in read_rows(tmp_path / "rows.csv")}
     time, error = (rows["sageattention_2.2.0", metric] for metric in ("time", "rel_l1"))
-    assert time["includes_quantization"] == "True" and float(time["ratio_vs_cudnn"]) > 0 and stand_in
+    assert time["includes_quantization"] == "True" and float(time["ratio_vs_cudnn"]) > 0 and sageattention
     assert 1e-5 < float(error["median"]) < 0.02
     assert torch.nn.functional.scaled_dot_product_attention is scaled_dot_product_attention
 
 
-def test_masks_shared_heads_and_wide_heads_stay_with_pytorch(rivals, stand_in):
+class Attention(nn.Module):
+    def forward(self, query, key, value, **options):
+        return torch.nn.functional.scaled_dot_product_attention(query, key, value, **options)
+
+
+def test_masks_shared_heads_and_wide_heads_stay_with_pytorch(rivals, sageattention):
     (rival,) = rivals.imported(["sageattention_2", "sageattention_1", "flash_attn_3"])
     q, k, mask = torch.randn(1, 4, 8, 16), torch.randn(1, 2, 8, 16), torch.ones(8, 8, dtype=torch.bool).tril()
     wide = torch.randn(1, 1, 8, 512)  # of a VAE
-    with rivals.rival_attention(rival):
-        found = torch.nn.functional.scaled_dot_product_attention(wide, wide, wide)
-        assert torch.equal(found, scaled_dot_product_attention(wide, wide, wide))
+    model = Attention()
+    with rivals.rival_attention(rival, model):
+        assert torch.equal(model(wide, wide, wide), scaled_dot_product_attention(wide, wide, wide))
         for options in ({"attn_mask": mask}, {"enable_gqa": True}):
             key = k if "enable_gqa" in options else q
-            found = torch.nn.functional.scaled_dot_product_attention(q, key, key, **options)
-            assert torch.equal(found, scaled_dot_product_attention(q, key, key, **options))
-    assert not stand_in
+            assert torch.equal(model(q, key, key, **options), scaled_dot_product_attention(q, key, key, **options))
+        assert not sageattention
+        torch.nn.functional.scaled_dot_product_attention(q, q, q)  # of another model
+        assert not sageattention
+        assert not torch.equal(model(q, q, q), scaled_dot_product_attention(q, q, q)) and sageattention
+    assert "forward" not in model.__dict__
+
+
+def test_flex_attention_is_pytorchs(rivals, monkeypatch):
+    """Not compiled here. A causal mask stays with scaled_dot_product_attention."""
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    (flex,) = rivals.imported(["torch_flex"])
+    q, k, v = torch.randn(3, 1, 2, 24, 16)
+    model = Attention()
+    with rivals.rival_attention(flex, model):
+        for options in ({"scale": 0.3}, {"is_causal": True}):
+            wanted = scaled_dot_product_attention(q, k, v, **options)
+            torch.testing.assert_close(model(q, k, v, **options), wanted)
 
 
 def test_bounds_tell_8_bit_attention(rivals):
