@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 from bench_end_to_end import OURS, RESULTS, check_output
 from picture_cases import DRAWINGS, Painter
-from ways import CUDNN, NAMES, Way, chosen, is_8_bit
+from ways import CUDNN, NAMES, REMOVED, Way, chosen, is_8_bit
 
 from sage_kernels.results import append_row, check_appendable
 
@@ -154,7 +154,9 @@ def parse(arguments=None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", action="append", choices=sorted(DRAWINGS), help="may be repeated; all by default")
     parser.add_argument("--whole", action="store_true", help="draw whole pictures instead of computing their time")
-    parser.add_argument("--ways", nargs="+", choices=NAMES, default=USUAL, help="ways to draw")
+    parser.add_argument(
+        "--ways", nargs="+", choices=[x for x in NAMES if x != REMOVED], default=USUAL, help="ways to draw"
+    )
     parser.add_argument("--tiny", action="store_true", help="tiny models of the same classes; needs --csv to save")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--csv", type=Path, help="where rows go; results.csv by default")

@@ -30,6 +30,12 @@ from sage_processors.evaluation.metrics import Interval  # noqa: E402
 Rows = list[dict[str, str]]
 WIDTH = re.compile(r"D\d+_")
 SQUARE = re.compile(r"D(64|128)_N\d+_full")
+# ways of bench_models.py, each with one thing more than the one before, but attention_removed
+LADDER = ("torch_sdpa_cudnn", "attention_removed", DEFAULT_RECIPE, f"{DEFAULT_RECIPE}+linears_int8", "preset_fast")
+PARTS = (
+    "attention left", "all else left", "INT8 attention", "fused norms and rotary embeddings of heads",
+    "INT8 linear layers with their norms and activations", "CUDA graphs",
+)  # fmt: skip
 FEWEST_WAYS = 3  # fewest ways to draw that make a panel
 
 
@@ -129,6 +135,55 @@ def draw_wholes(rows: Rows):
     return figure
 
 
+def parts_of(rows: Rows) -> dict[str, dict[str, float]]:
+    """Return {model: {part: percent of stock's time}} of suite models, the newest run of each that has every way.
+
+    What is left of stock's time, attention and all else, then what each change took away. Attention is what the
+    forward loses without it; the share that INT8 takes of it is that of the same attention timed alone.
+    """
+    alone = [row for row in speed_rows(rows) if row["recipe"] == DEFAULT_RECIPE]
+    speed = {(row["case"].removesuffix("_self"), row["gpu"]): float(row["ratio_vs_cudnn"]) for row in alone}
+    runs: dict[tuple[str, str, str], dict[str, float]] = {}
+    for row in rows:
+        if (row["suite"], row["metric"]) == ("models", "time"):
+            runs.setdefault((row["case"], row["gpu"], row["commit"]), {})[_provider(row)] = float(row["median"])
+    found = {}
+    for (model, gpu, _), run in runs.items():
+        if set(LADDER) <= set(run) and (model, gpu) in speed:
+            stock, removed, int8, linears, fast = (100 * run[x] / run[LADDER[0]] for x in LADDER)
+            attention = (stock - removed) / speed[model, gpu]
+            taken = stock - removed - attention
+            saved = (taken, stock - int8 - taken, int8 - linears, linears - fast)
+            found[model] = dict(zip(PARTS, (attention, fast - attention, *saved), strict=True))
+    return found
+
+
+def draw_parts(rows: Rows):
+    """Draw where the time of a stock forward went: a stacked bar for each model. Returns a Figure or None."""
+    found = parts_of(rows)
+    if not found:
+        return None
+    figure, axes = drawing.figure(width=10, height=1.3 + 0.5 * len(found))
+    place, left = axes[0, 0], [0.0] * len(found)
+    for index, part in enumerate(PARTS):
+        widths = [max(parts[part], 0.0) for parts in found.values()]
+        color = drawing.COLORS[index]
+        place.barh(
+            range(len(found)), widths, 0.7, left=left, color=color, label=part, hatch="//" * (index > 1), ec="w"
+        )
+        for y, (start, width) in enumerate(zip(left, widths, strict=True)):
+            if width >= 4:  # narrower ones have no room for a number
+                clear = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}
+                place.text(start + width / 2, y, f"{width:.0f}", ha="center", va="center", size=8, bbox=clear)
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    place.set_yticks(range(len(found)), found)
+    place.invert_yaxis()
+    place.grid(axis="y", visible=False)
+    place.set(xlabel="% of eager stock's time, cuDNN. Plain: what is left; hatched: what took time away")
+    figure.legend(*place.get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
+    return figure
+
+
 def _provider(row: dict[str, str]) -> str:
     return row["recipe"] or row["provider"]
 
@@ -199,6 +254,7 @@ FIGURES = {
     "speed_by_length": draw_lengths,
     "rivals": draw_rivals,
     "wholes": draw_wholes,
+    "parts": draw_parts,
     "psnr_per_scaling": draw_pictures,
 }
 

@@ -1,6 +1,7 @@
 """Ways to run a whole model: stock as it comes, on cuDNN, compiled; other packages' attention or linear layers; ours.
 
-A way is named "default", "cudnn", "compiled", "int8" (attention alone), by a preset, or by another package.
+A way is named "default", "cudnn", "compiled", "removed" (no attention), "int8" (attention alone), "linears" (with INT8
+linear layers, without graphs), by a preset, or by another package.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import NamedTuple
 
 from bench_end_to_end import OURS, compiled_blocks
+from replaced_attention import attention_removed
 from rival_attention import ATTENTION_RIVALS, bound, imported, rival_attention
 from rival_linears import RIVALS, rival_linears
 from torch import nn
@@ -21,8 +23,9 @@ from sage_processors.linears.weights.layers import choose
 from sage_processors.presets import PRESETS
 
 
+REMOVED, LINEARS = "removed", "linears"
 # In the order in which they run: rows of stock stand before ours; packages that may break the process come last
-NAMES = ("default", "cudnn", "compiled", "torch_flex", "int8", *PRESETS, *RIVALS)
+NAMES = ("default", "cudnn", "compiled", "torch_flex", REMOVED, "int8", LINEARS, *PRESETS, *RIVALS)
 NAMES += tuple(name for name in ATTENTION_RIVALS if name not in NAMES)
 DEFAULT, CUDNN = "torch_sdpa_default", "torch_sdpa_cudnn"
 
@@ -51,6 +54,9 @@ def chosen(names: Iterable[str], min_features: int | None = None) -> Iterator[Wa
                 yield Way(rival.provider, "", lambda model, _, rival=rival: rival_attention(rival, model))
         elif name in RIVALS:
             yield Way(name, "", lambda model, _, name=name: _linears(name, model, min_features))
+        elif name == LINEARS:
+            config = sp.SageAttnProcessor(linears=sp.Linears("int8"))
+            yield Way(OURS, f"{DEFAULT_RECIPE}+linears_int8", lambda _, pipe, config=config: sp.apply(pipe, config))
         elif name in ("int8", *PRESETS):
             preset = None if name == "int8" else name
             recipe = DEFAULT_RECIPE if preset is None else f"preset_{preset}"
@@ -59,6 +65,7 @@ def chosen(names: Iterable[str], min_features: int | None = None) -> Iterator[Wa
             yield {
                 "default": Way(DEFAULT, "", lambda *_: nullcontext()),
                 "cudnn": Way(CUDNN, "", lambda *_: cudnn_first()),
+                REMOVED: Way("attention_removed", "", lambda *_: attention_removed()),
                 "compiled": Way("torch_compiled_cudnn", "", lambda model, _: _compiled(model)),
             }[name]
 

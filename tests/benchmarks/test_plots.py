@@ -87,6 +87,23 @@ def test_wholes_are_stacks_of_the_newest_run(plots):
     assert len(figure.legends[0].get_texts()) == 2 and plots.draw_wholes([]) is None
 
 
+def test_parts_add_up_to_stock_and_are_of_the_newest_whole_run(plots):
+    def run(commit, *times):
+        return [
+            speed("flux", "") | {"suite": "models", "metric": "time", "commit": commit, "median": str(time)}
+            | {"provider": x, "recipe": ""}
+            for x, time in zip(plots.LADDER, times, strict=False)
+        ]  # fmt: skip
+
+    old, new, cut = run("a", 200, 100, 200, 200, 200), run("b", 200, 120, 130, 90, 80), run("c", 200, 100)
+    rows = [speed("flux", 2), *old, *new, *cut]
+    found = plots.parts_of(rows)["flux"]
+    assert list(found.values()) == pytest.approx([20, 20, 20, 15, 20, 5]) and sum(found.values()) == pytest.approx(100)
+    axes = plots.draw_parts(rows).axes[0]
+    assert widths(axes) == pytest.approx([20, 20, 20, 15, 20, 5]) and len({bar.get_fc() for bar in axes.patches}) == 6
+    assert plots.draw_parts([*old, *new]) is None  # no such attention was timed alone
+
+
 def test_lengths_are_lines_and_models_are_bars(plots):
     rows = [
         speed(f"D64_N{n}_full", ratio) | {"head_dim": "64", "seq_q": str(n)} for n, ratio in ((8192, 9), (512, 0.5))

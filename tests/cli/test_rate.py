@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import sys
 from html.parser import HTMLParser
 from types import SimpleNamespace
 
@@ -18,7 +19,7 @@ from sage_kernels.results import read_rows
 from sage_processors.cli import main as cli
 from sage_processors.cli import random_weights
 from sage_processors.evaluation import quality
-from sage_processors.evaluation.protocol import rating, rating_page, timing
+from sage_processors.evaluation.protocol import rating, rating_page, scores, timing
 from sage_processors.evaluation.protocol.prompts import PROMPTS, built_in, from_file
 
 
@@ -113,6 +114,55 @@ def test_rate_of_a_model_in_which_nothing_runs_in_int8_ends_with_an_error(tmp_pa
     write_policy(policy, sp_options, [], budget={}, result={}, curve=[])
     words = ("rate", "tiny_flux", "--images", 1, *SMALL[:-1], "--output", tmp_path / "r", "--policy", policy)
     assert "nothing was rated" in invoke(*words, code=1)
+
+
+class Reader:
+    """OCR that reads what is given, and notes the pixels."""
+
+    def __init__(self, params):
+        self.said, self.seen = iter(["OPEN AT NINE", "0PEN NINE", None]), []
+        Reader.made = self
+
+    def __call__(self, pixels):
+        self.seen.append(pixels)
+        text = next(self.said)
+        return SimpleNamespace(txts=text and tuple(text.split(" ")))
+
+
+def test_legibility_is_the_share_of_quoted_letters_that_ocr_reads(monkeypatch):
+    monkeypatch.setitem(sys.modules, "rapidocr", SimpleNamespace(RapidOCR=Reader))
+    monkeypatch.setitem(sys.modules, "onnxruntime", SimpleNamespace())
+    pictures, prompt = torch.zeros(4, 3, 8, 8), built_in(4, ["writing"])[0][1]
+    pictures[0, 0] = 1  # red
+    found = scores.Legibility()(pictures, [prompt, prompt, "no writing", prompt])
+    assert found == [1, 0.7, None, 0]
+    assert Reader.made.seen[0][0, 0].tolist() == [0, 0, 255]  # blue first, as OpenCV has it
+
+
+def test_without_ocr_the_rating_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "rapidocr", None)
+    monkeypatch.setitem(sys.modules, "onnxruntime", SimpleNamespace())
+    with pytest.raises(ImportError, match=re.escape('pip install "sage-processors[ocr]"')):
+        scores.Legibility()
+
+
+def test_ocr_reads_a_picture_where_it_is_installed():
+    pytest.importorskip("rapidocr")
+    pytest.importorskip("onnxruntime")
+    from PIL import Image, ImageDraw, ImageFont
+
+    drawn = Image.new("RGB", (512, 256), "white")
+    ImageDraw.Draw(drawn).text((40, 80), "OPEN AT NINE", fill="black", font=ImageFont.load_default(60))
+    picture = torch.tensor(list(drawn.tobytes()), dtype=torch.float32).view(1, 256, 512, 3).permute(0, 3, 1, 2) / 255
+    assert scores.Legibility()(picture, ['a sign that reads "OPEN AT NINE"'])[0] > 0.9
+
+
+def test_a_mean_is_over_the_pictures_that_have_the_metric():
+    rows = [row(50, 60), row(52, 58)]
+    for way, share in (("reference", 1), ("int8", 0.5), ("another exact kernel", 0.75)):
+        rows[1]["metrics"].setdefault(way, {})["legibility"] = share
+    found = rating.summarise(rows)["summary"]
+    assert found["means"]["reference"]["legibility"][0] == 1 and found["ours_minus_floor"]["legibility"][0] == -0.25
 
 
 def row(ours: float, floor: float, calls=(3, 0)) -> dict:

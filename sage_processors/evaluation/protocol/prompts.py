@@ -25,10 +25,10 @@ PROMPTS = {
         "a fork below a spoon on a grey cloth",
     ),
     "writing": (
-        "a shop sign that reads OPEN AT NINE",
-        "a chalkboard with the word gravity on it",
-        "a birthday cake with the name Mira in icing",
-        "a road sign that says SLOW",
+        'a shop sign that reads "OPEN AT NINE"',
+        'a chalkboard with the word "gravity" on it',
+        'a birthday cake with the name "Mira" in icing',
+        'a road sign that says "SLOW"',
     ),
     "people": (
         "a portrait of an old fisherman in the evening light",

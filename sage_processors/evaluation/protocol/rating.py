@@ -21,6 +21,7 @@ from ...options import SageAttnProcessor
 from ...reporting.layer_report import NOTHING_RAN
 from .. import metrics, quality, videos
 from ..side_by_side import amplification
+from .scores import ClipScore, Legibility, usable, writing
 
 
 OURS, FLOOR, STOCK, REFERENCE = "int8", "another exact kernel", "stock", "reference"
@@ -33,43 +34,6 @@ def another_kernel() -> Iterator[None]:
     """Run attention with PyTorch's mem-efficient kernel on a GPU, its math kernel on a CPU."""
     with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
         yield
-
-
-def usable(name: str, measure: Callable[[], Any]) -> str:
-    """Return why a metric can't be used here, "" if it can."""
-    try:
-        measure()
-    except (ImportError, OSError, ValueError) as error:
-        return f"{name}: {str(error).splitlines()[0]}"
-    return ""
-
-
-class ClipScore:
-    """Cosine of CLIP's embeddings of pictures and prompts, times 100.
-
-    name: a folder, or a Hub name in the local cache: nothing is downloaded. Raises: OSError or ValueError without it.
-    """
-
-    def __init__(self, name: str, device: torch.device):
-        from transformers import AutoProcessor, CLIPModel
-
-        self.model = CLIPModel.from_pretrained(name, local_files_only=True, use_safetensors=True).to(device).eval()
-        self.processor = AutoProcessor.from_pretrained(name, local_files_only=True)
-
-    @torch.no_grad()
-    def __call__(self, pictures: torch.Tensor, prompts: Sequence[str]) -> list[float]:
-        """Return one score for each picture [N, 3, H, W] in [0, 1] and its prompt."""
-        given = self.processor(
-            text=list(prompts),
-            images=list(pictures),
-            return_tensors="pt",
-            padding=True,
-            truncation=True,
-            do_rescale=False,
-        )
-        found = self.model(**given.to(self.model.device))
-        scores: list[float] = (found.image_embeds * found.text_embeds).sum(-1).mul(100).tolist()
-        return scores
 
 
 def rate(
@@ -106,22 +70,29 @@ def rate(
     }  # fmt: skip
     state = _started(folder, settings)
     (folder / "pictures").mkdir(exist_ok=True)
-    score = None if clip is None else ClipScore(clip, pipe.device)
+    scores: dict[str, Callable] = {} if clip is None else {"clip": ClipScore(clip, pipe.device)}
     zeros = torch.zeros(1, 3, 64, 64, dtype=torch.float32, device="cpu")
     missing = usable("LPIPS", lambda: metrics.lpips(zeros, zeros))
     state["notes"] = [missing] if missing else []
+    if any(writing(prompt) for _, prompt in prompts):
+        try:
+            scores["legibility"] = Legibility()
+        except ImportError as error:
+            state["notes"].append(f"Legibility: {error}")
     draw = {"steps": steps, "on_step": on_step, **(arguments or {})}
     for start in range(len(state["rows"]), len(prompts), batch):
         part = slice(start, start + batch)
         texts = [prompt for _, prompt in prompts[part]]
         drawn, calls = _drawn(pipe, texts, list(seeds[part]), config, reference, draw)
         measured = {way: _measured(x, drawn[REFERENCE], not missing) for way, x in drawn.items() if way != REFERENCE}
-        if score is not None:
-            for way, x in drawn.items():
-                middle = x[:, x.shape[1] // 2] if x.dim() == 5 else x
-                measured.setdefault(way, {})["clip"] = score(middle, texts)
+        for way, x in drawn.items() if scores else ():
+            middle = x[:, x.shape[1] // 2] if x.dim() == 5 else x
+            measured.setdefault(way, {}).update({key: score(middle, texts) for key, score in scores.items()})
         for i, (category, prompt) in enumerate(prompts[part]):
-            own = {way: {key: values[i] for key, values in found.items()} for way, found in measured.items()}
+            own = {
+                way: {key: values[i] for key, values in found.items() if values[i] is not None}
+                for way, found in measured.items()
+            }
             row = {"category": category, "prompt": prompt, "seed": seeds[start + i], "metrics": own, "calls": calls}
             state["rows"].append(row | {"pictures": _saved(drawn, i, start + i, folder)})
         state |= summarise(state["rows"])
@@ -209,17 +180,13 @@ def _saved(drawn: dict[str, torch.Tensor], i: int, number: int, folder: Path) ->
 
 def summarise(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return means, paired differences from the noise floor with 95 % intervals, and a verdict."""
-    ways = [way for way in (REFERENCE, STOCK, FLOOR, OURS) if way in rows[0]["metrics"]]
-    means = {
-        way: {
-            key: metrics.mean_interval([row["metrics"][way][key] for row in rows]) for key in rows[0]["metrics"][way]
-        }
-        for way in ways
-    }
-    further = {
-        key: metrics.paired_interval(*([row["metrics"][way][key] for row in rows] for way in (OURS, FLOOR)))
-        for key in rows[0]["metrics"][OURS]
-    }
+    values: dict[str, dict[str, list[float]]] = {}  # a prompt without writing has no legibility
+    for way in (REFERENCE, STOCK, FLOOR, OURS):
+        for row in rows:
+            for key, value in row["metrics"].get(way, {}).items():
+                values.setdefault(way, {}).setdefault(key, []).append(value)
+    means = {way: {key: metrics.mean_interval(x) for key, x in found.items()} for way, found in values.items()}
+    further = {key: metrics.paired_interval(x, values[FLOOR][key]) for key, x in values[OURS].items()}
     worst = min(row["metrics"][OURS]["psnr_db"] for row in rows)
     calls = [sum(row["calls"][i] for row in rows) for i in (0, 1)]
     summary = {

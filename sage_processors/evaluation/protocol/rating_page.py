@@ -26,7 +26,8 @@ figcaption, .small { font-size: .85rem; overflow-wrap: anywhere; }
 """
 TITLES = {
     "psnr_db": "PSNR, dB", "ssim": "SSIM", "lpips": "LPIPS (less is nearer)", "flicker": "flicker (less is nearer)",
-    "clip": "CLIP score", "loss": "nats per token", "kl": "KL to the reference, nats per token",
+    "clip": "CLIP score", "legibility": "writing that OCR reads",
+    "loss": "nats per token", "kl": "KL to the reference, nats per token",
 }  # fmt: skip
 
 
