@@ -12,7 +12,7 @@ HEADER = ("what", "ours", "stock, called the same way", "fastest stock of the sa
 OURS = "sage_kernels"
 # PyTorch's own ways to run attention, in words; other packages are no stock
 STOCK = {
-    "torch_sdpa_default": "as diffusers comes",
+    "torch_sdpa_default": "diffusers' default",
     "torch_sdpa_cudnn": "cuDNN",
     "torch_sdpa_flash": "FlashAttention 2",
     "torch_compiled_cudnn": "cuDNN, compiled",
@@ -58,49 +58,50 @@ FIGURES = (
         same_way="torch_sdpa_default",
     ),
     Figure(
-        "the first one: kernels, graphs, 8-bit weights", "picture", "flux_1024/first", "time", _seconds,
+        "the first picture of a process, with all preparation", "picture", "flux_1024/first", "time", _seconds,
         same_way="torch_sdpa_default",
     ),
     Figure(
-        "its peak of memory", "picture", "flux_1024", "peak_memory", "{:.1f} GiB".format,
+        "its peak memory", "picture", "flux_1024", "peak_memory", "{:.1f} GiB".format,
         same_way="torch_sdpa_default",
     ),
     Figure(
-        "its forward, both compiled, with CUDA graphs of blocks", "end_to_end", "flux_1024/compiled_graphs", "time",
+        "one forward, both compiled, with CUDA graphs", "end_to_end", "flux_1024/compiled_graphs", "time",
         _milliseconds, f"{DEFAULT_RECIPE}+linears_int8",
     ),
     Figure(
-        "SDXL at 1024², 30 steps, computed from some of them", "picture", "sdxl_1024/computed", "time", _seconds,
+        "SDXL at 1024², a picture of 30 steps, from timed steps", "picture", "sdxl_1024/computed", "time", _seconds,
         same_way="torch_sdpa_default",
     ),
-    Figure("Wan 2.1 1.3B, 480p, 81 frames, a forward", "models", "wan21_1_3b_480p81", "time", _milliseconds),
+    Figure("Wan 2.1 1.3B, 480p, 81 frames, one forward", "models", "wan21_1_3b_480p81", "time", _milliseconds),
     Figure(
         "the same, both compiled", "end_to_end", "wan21_1_3b_480p81/compiled", "time", _milliseconds,
         "qk_int8_pv_fp8+linears_int8",
     ),
     Figure(
-        "attention alone, 16,384 tokens of 128 channels", "attention_fwd", "D128_N16384_full/drift", "throughput",
+        "attention alone, 16,384 tokens, head_dim 128", "attention_fwd", "D128_N16384_full/drift", "throughput",
         "{:.0f} TFLOPS".format, DEFAULT_RECIPE,
     ),
     Figure(
-        "Llama 8B's shape, a token after 4,096", "generate", "llama8b_b1_4096", "time",
+        "Llama 8B: a new token after 4,096", "generate", "llama8b_b1_4096", "time",
         _milliseconds, same_way="stock_static_compiled",
     ),
     Figure(
-        "half of it, `generate_batch` of 64 prompts", "generate", "batching_llama8b_l16_64x4000",
+        "its first 16 layers, `generate_batch` of 64 prompts", "generate", "batching_llama8b_l16_64x4000",
         "tokens_per_second", "{:,.0f} tokens/s".format, same_way="stock_torch_flash",
     ),
     Figure(
-        "KV cache: memory, a token and layer", "decode", "llama8b_decode_131072_b8", "kv_bytes_per_token",
+        "its KV cache, memory for a token in a layer", "decode", "llama8b_decode_131072_b8", "kv_bytes_per_token",
         "{:,.0f} bytes".format, "kv_int8",
     ),
 )  # fmt: skip
 
 
 def figures_markdown(rows: Iterable[dict[str, str]]) -> str:
-    """Return the table in Markdown, from the newest row of each figure, and a line on quality below it.
+    """Return the table in Markdown, from the newest row of each figure.
 
-    The table's GPU is the one with most figures. Figures without a row are left out.
+    In front of it are the three numbers that users ask for first. The GPU is the one with most figures. Figures
+    without a row are left out.
     """
     by_gpu: dict[str, list[dict[str, str]]] = {}
     quality = []
@@ -114,7 +115,15 @@ def figures_markdown(rows: Iterable[dict[str, str]]) -> str:
         return "No rows yet."
     table = [HEADER, ("---",) * len(HEADER), *found[gpu]]
     text = "\n".join("| " + " | ".join(line) + " |" for line in table)
-    return f"{text}\n\nMeasured on: {gpu}.{_quality(quality)}"
+    return f"{_first(by_gpu[gpu], quality)}{text}\n\nMeasured on: {gpu}. Above 1× ours is better, below it stock is."
+
+
+def _first(rows: list[dict[str, str]], quality: list[dict[str, str]]) -> str:
+    """Return what a user asks for first, as a list: seconds a picture, memory, quality."""
+    time, memory = (line_of(figure, rows) for figure in (FIGURES[0], FIGURES[2]))
+    lines = [("Time", time and f"{time[1]} a picture of FLUX.1 (1024², 28 steps); {time[2]}")]
+    lines += [("Memory", memory and f"{memory[1]} at its peak; {memory[2]}"), ("Quality", _quality(quality))]
+    return "\n".join(f"- **{name}**: {said}" for name, said in lines if said) + "\n\n"
 
 
 def run_of(row: dict[str, str], rows: list[dict[str, str]]) -> dict[str, dict[str, str]]:
@@ -155,6 +164,5 @@ def _quality(rows: list[dict[str, str]]) -> str:
         if drawn:
             most = max(int(row["batch"]) for row in drawn)
             newest = [row for row in drawn if int(row["batch"]) == most][-1]
-            said.append(f"`{name}` {float(newest['median']):.1f} dB, mean of {most} pictures")
-    start = " PSNR against stock in bf16 with the same seeds, small pipelines of our own: "
-    return start + "; ".join(said) + "." if said else ""
+            said.append(f"{float(newest['median']):.1f} dB ({name}, {most} pictures)")
+    return f"PSNR to stock of small models of our own, {', '.join(said)}; no large checkpoint is rated" if said else ""

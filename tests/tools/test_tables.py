@@ -71,7 +71,8 @@ def test_a_figure_stands_beside_stock_of_its_own_run(tmp_path):
     append_row(path, **timed | {"gpu": "cpu"}, **ours, commit="b", median=1)
     text, shown = figures_markdown(read_rows(path)), figure.number
     assert f"{shown(900)}: 1.50× | FlexAttention, {shown(800)}: 1.33× |" in text
-    assert text.endswith("Measured on: H200.")
+    assert text.endswith("Measured on: H200. Above 1× ours is better, below it stock is.")
+    assert text.startswith(f"- **Time**: {shown(600)} a picture of FLUX.1")
 
 
 def test_quality_says_of_how_many_pictures(tmp_path):
@@ -83,8 +84,8 @@ def test_quality_says_of_how_many_pictures(tmp_path):
     quality = QUALITY | {"recipe": DEFAULT_RECIPE, "metric": "psnr_db_mean", "gpu": "H200", "case": "tiny_sd/timestep"}
     for pictures, value in ((256, 48.0), (256, 49.26), (32, 60.0)):
         append_row(path, **quality | {"batch": pictures}, median=value)
-    said = figures_markdown(read_rows(path)).splitlines()[-1]
-    assert said.endswith("small pipelines of our own: `tiny_sd` 49.3 dB, mean of 256 pictures.")
+    (said,) = (line for line in figures_markdown(read_rows(path)).splitlines() if line.startswith("- **Quality**"))
+    assert "models of our own, 49.3 dB (tiny_sd, 256 pictures);" in said
 
 
 def test_peers_are_of_the_newest_run_with_others(tmp_path):
