@@ -157,6 +157,11 @@ def test_ocr_reads_a_picture_where_it_is_installed():
     assert scores.Legibility()(picture, ['a sign that reads "OPEN AT NINE"'])[0] > 0.9
 
 
+def test_a_noise_floor_of_nothing_is_no_distance():
+    said = rating.summarise([row(50, quality.PSNR_CEILING)] * 6)["verdict"]
+    assert said.startswith("Another exact kernel draws the very same pictures here; INT8 does not: PSNR 50.0 dB")
+
+
 def test_a_mean_is_over_the_pictures_that_have_the_metric():
     rows = [row(50, 60), row(52, 58)]
     for way, share in (("reference", 1), ("int8", 0.5), ("another exact kernel", 0.75)):
@@ -192,7 +197,7 @@ def test_a_page_escapes_what_others_wrote(tmp_path):
     named = {"category": "", "prompt": 'a "sign" <b> {0}', "seed": 1, "pictures": {"int8": "x.png"}}
     rating_page.write_page(state | {"rows": [row(40, 50) | named]}, tmp_path / "x.html")
     page = Page(tmp_path / "x.html")
-    assert page.images[0]["alt"] == 'int8: a "sign" <b> (0)' and "b" not in page.seen and "i" not in page.seen
+    assert page.images[0]["alt"] == 'INT8: a "sign" <b> (0)' and "b" not in page.seen and "i" not in page.seen
 
 
 def test_clip_scores_come_from_a_model_on_the_disk(tmp_path):

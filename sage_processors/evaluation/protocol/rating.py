@@ -207,6 +207,8 @@ def _verdict(count, means, further, worst, calls) -> str:
         head = (
             f"{count} of at least {LEAST_PAIRS} pictures, too few to say how INT8 compares with another exact kernel"
         )
+    elif floor == quality.PSNR_CEILING:
+        head = "Another exact kernel draws the very same pictures here; INT8 does not"
     elif apart.low > 0:
         head = "INT8 is nearer to the reference than another exact kernel"
     elif apart.high >= 0:

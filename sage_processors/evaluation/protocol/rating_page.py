@@ -34,9 +34,12 @@ TITLES = {
 def write_page(state: dict[str, Any], path: Path) -> None:
     """Write the page of `rating.rate` or `rating_language.rate_language` beside its pictures."""
     settings, summary = state["settings"], state["summary"]
-    names = list(dict.fromkeys(key for found in summary["means"].values() for key in found))
+    named = {"int8": "INT8"} | ({"reference": "stock"} if settings.get("reference") == "stock" else {})
+    names = [key for key in TITLES if any(key in found for found in summary["means"].values())]
     head = ["drawn with" if state["rows"] else "run with", *(TITLES[key] for key in names)]
-    lines = [[way, *(_cell(found.get(key)) for key in names)] for way, found in summary["means"].items()]
+    lines = [
+        [named.get(way, way), *(_cell(found.get(key)) for key in names)] for way, found in summary["means"].items()
+    ]
     apart = ["INT8 minus the noise floor", *(_cell(summary["ours_minus_floor"].get(key)) for key in names)]
     notes = "".join(f"<li>{escape(note)}</li>" for note in state["notes"])
     listed = ((key, value) for key, value in settings.items() if key not in ("prompts", "seeds"))
@@ -47,7 +50,7 @@ def write_page(state: dict[str, Any], path: Path) -> None:
         _table(head, [*lines, apart]),
         '<p class="small">Means with 95 % intervals, by bootstrap. The noise floor is another exact kernel.</p>',
         f"<ul>{notes}</ul>" if notes else "",
-        *(_row(row) for row in sorted(state["rows"], key=lambda row: row["metrics"]["int8"].get("psnr_db", 0))),
+        *(_row(row, named) for row in sorted(state["rows"], key=lambda row: row["metrics"]["int8"].get("psnr_db", 0))),
         "<h2>How it was made</h2>",
         _table(["setting", "value"], about),
     ]
@@ -77,15 +80,15 @@ def _table(head: list[str], lines: list[list[str]]) -> str:
     )
 
 
-def _row(row: dict[str, Any]) -> str:
-    """Return one prompt with its pictures and numbers."""
-    numbers = ", ".join(f"{TITLES[key]} {value:.4g}" for key, value in row["metrics"]["int8"].items())
+def _row(row: dict[str, Any], named: dict[str, str]) -> str:
+    """Return one prompt with its pictures and numbers. named: {way: its name on the page}."""
+    numbers = "; ".join(f"{TITLES[key]}: {value:.4g}" for key, value in row["metrics"]["int8"].items())
     category = f"{row['category']}: " if row["category"] else ""
     alt = "{}: " + row["prompt"].replace("{", "(").replace("}", ")")
     figures = "".join(
         f'<figure><img src="{escape(file)}" alt="{escape(alt.format(way))}" loading="lazy">'
         f"<figcaption>{escape(way)}</figcaption></figure>"
-        for way, file in row["pictures"].items()
+        for way, file in ((named.get(way, way), file) for way, file in row["pictures"].items())
     )
     return (
         f"<h2>{escape(category + row['prompt'])}</h2>"

@@ -20,7 +20,8 @@ def usable(name: str, measure: Callable[[], Any]) -> str:
     try:
         measure()
     except (ImportError, OSError, ValueError) as error:
-        return f"{name}: {str(error).splitlines()[0]}"
+        said = str(error).splitlines()[0]
+        return said if said.startswith(name) else f"{name}: {said}"
     return ""
 
 
