@@ -54,7 +54,7 @@ StepsOption = Annotated[int, typer.Option(min=1, help="The number of denoising s
 MOST_IMAGES = 10_000
 ImagesOption = Annotated[int, typer.Option(min=1, max=MOST_IMAGES, help="The number of pictures.")]
 BatchOption = Annotated[int, typer.Option(min=1, help="Pictures in one pipeline call.")]
-SeedOption = Annotated[int, typer.Option(min=0, help="The seed of the first picture. Later ones count up.")]
+SeedOption = Annotated[int, typer.Option(min=0, max=2**62, help="The seed of the first picture. Later ones count up.")]
 
 
 @contextmanager

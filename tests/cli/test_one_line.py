@@ -44,6 +44,7 @@ def test_a_model_that_is_not_there(command, tmp_path, monkeypatch):
         (["demo", "--steps", "0"], "--steps"),
         (["demo", "--steps", "-3"], "--steps"),
         (["demo", "--images", "0"], "--images"),
+        (["demo", "--seed", str(2**63)], "--seed"),
         (["calibrate", "--steps", "0"], "--steps"),
         (["demo", "--output", "no/x.png"], "folder no does not exist"),
         (["demo", "--output", "x.doc"], "expected a picture's name"),
