@@ -22,7 +22,7 @@ STOCK = {
     "stock_torch_flash": "PyTorch's flash",
 }
 COUNTED_UP = ("throughput", "tokens_per_second")  # metrics of which more is better
-PICTURES = ("tiny_sd", "tiny_flux")  # small pipelines whose PSNR stands below the table
+PICTURES = ("tiny_sd", "tiny_flux")  # small pipelines whose PSNR stands in front of the table
 
 
 class Figure(NamedTuple):
@@ -165,4 +165,4 @@ def _quality(rows: list[dict[str, str]]) -> str:
             most = max(int(row["batch"]) for row in drawn)
             newest = [row for row in drawn if int(row["batch"]) == most][-1]
             said.append(f"{float(newest['median']):.1f} dB ({name}, {most} pictures)")
-    return f"PSNR to stock of small models of our own, {', '.join(said)}; no large checkpoint is rated" if said else ""
+    return f"PSNR to stock of small pipelines of our own, {', '.join(said)}; no large checkpoint is rated" if said else ""

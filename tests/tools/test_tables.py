@@ -85,7 +85,7 @@ def test_quality_says_of_how_many_pictures(tmp_path):
     for pictures, value in ((256, 48.0), (256, 49.26), (32, 60.0)):
         append_row(path, **quality | {"batch": pictures}, median=value)
     (said,) = (line for line in figures_markdown(read_rows(path)).splitlines() if line.startswith("- **Quality**"))
-    assert "models of our own, 49.3 dB (tiny_sd, 256 pictures);" in said
+    assert "pipelines of our own, 49.3 dB (tiny_sd, 256 pictures);" in said
 
 
 def test_peers_are_of_the_newest_run_with_others(tmp_path):
