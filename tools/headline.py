@@ -165,4 +165,6 @@ def _quality(rows: list[dict[str, str]]) -> str:
             most = max(int(row["batch"]) for row in drawn)
             newest = [row for row in drawn if int(row["batch"]) == most][-1]
             said.append(f"{float(newest['median']):.1f} dB ({name}, {most} pictures)")
-    return f"PSNR to stock of small pipelines of our own, {', '.join(said)}; no large checkpoint is rated" if said else ""
+    return (
+        f"PSNR to stock of small pipelines of our own, {', '.join(said)}; no large checkpoint is rated" if said else ""
+    )
