@@ -50,7 +50,6 @@ from sage_kernels._triton.prologue.prepare_value_codes import _value_reach_kerne
 from sage_kernels._triton.prologue.prepare_values import _value_amax_kernel
 from sage_kernels._triton.prologue.prologue import _REGISTERS, _prologue_kernel, constants_of, warps_of
 from sage_kernels._triton.prologue.rotate import MAX_WIDTH, MIN_WIDTH, ROWS, TILES, _rotate_kernel
-from sage_kernels._triton.prologue.rotate import warps_of as rotating_warps
 from sage_kernels.facts.recipe import BLOCK, GATED, SHRINKS
 
 
@@ -309,7 +308,7 @@ def pre_balance(name: str, width: int):
     constants = {"HEAD_DIM": width, "WIDTH": width, "ROWS": PRE_BALANCE_ROWS, "HAS_MASK": False, "CENTERED": True}
     constants |= {"PACKED": False, "HAS_LEFT": False}
     types = SEQUENCES | {"q_ptr": "*bf16", "k_ptr": "*bf16", "extent_ptr": "*i32"}
-    return row("pre_balance", _pre_balance_kernel, name, constants, types, num_warps=8)
+    return row("pre_balance", _pre_balance_kernel, name, constants, types, num_warps=16)
 
 
 def rotate(name: str, block: int, fp32: bool = False, balanced: bool = False):
@@ -321,7 +320,7 @@ def rotate(name: str, block: int, fp32: bool = False, balanced: bool = False):
         "VECTOR": width if balanced else 1, "PACKED": False,
     }  # fmt: skip
     types = SEQUENCES | dict.fromkeys(("q_ptr", "k_ptr", "q_out_ptr", "k_out_ptr"), "*fp32" if fp32 else "*bf16")
-    return row("rotate", _rotate_kernel, name, constants, types, num_warps=rotating_warps(fp32, balanced))
+    return row("rotate", _rotate_kernel, name, constants, types, num_warps=8 if fp32 or balanced else 4)
 
 
 def decode(name: str, width: int, rows: int, mask: str = "none", tokens: int = 0):

@@ -20,7 +20,8 @@ from .sample_heads import sampled_balance, sampled_center
 
 
 _WIDEST = tl.constexpr(numerics.WIDEST_BALANCE)
-_ROWS = 32  # tokens of a sample loaded at once
+# tokens of a sample loaded at once: all, as there are few programs and each waits for its loads
+_ROWS = 128
 
 
 class PreBalance(NamedTuple):
@@ -95,6 +96,6 @@ def launch_pre_balance(
         *packed_arguments(packed, none), left, q.shape[1], k.shape[1], kv_heads, q.shape[2] // kv_heads,
         mask.reach.shape[2] if has_mask else 1,
         HEAD_DIM=head_dim, WIDTH=width, ROWS=_ROWS, HAS_MASK=has_mask, CENTERED=centered, PACKED=packed is not None,
-        HAS_LEFT=packed is not None and left != UNLIMITED, num_warps=8, enable_fp_fusion=False,
+        HAS_LEFT=packed is not None and left != UNLIMITED, num_warps=16, enable_fp_fusion=False,
     )  # fmt: skip
     return found

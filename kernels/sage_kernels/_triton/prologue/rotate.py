@@ -15,8 +15,8 @@ from ..sequences import Packed, packed_arguments
 from .pre_balance import PreBalance
 
 
-ROWS = 64  # vectors of one matmul
-TILES = 8  # matmuls of a program: amortises making the matrix
+ROWS = 64  # tokens of one matmul
+TILES = 4  # matmuls of a program: amortises making the matrix
 # Channels of one matmul. Tensor cores need at least 16. A matrix of 256 would fill the shared memory of small GPUs, so
 # 256 channels are two matmuls of 128, and the sum and difference of their results.
 MIN_WIDTH, MAX_WIDTH = 16, 128
@@ -78,66 +78,60 @@ def _rotate_kernel(
     ROWS: tl.constexpr, TILES: tl.constexpr, SPLIT: tl.constexpr, BALANCED: tl.constexpr, VECTOR: tl.constexpr,
     PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Rotate ROWS · TILES rows of Q or K; a row is one block of channels of one head of one token.
+    """Rotate one block of channels of one head of Q or K, of ROWS · TILES tokens.
 
     BALANCED: subtract the centre (of K) and multiply by the factor first, vectors of VECTOR numbers a head.
     """
     program = tl.program_id(0)
     is_key = program >= q_programs
-    factor_ptr = q_factor_ptr
-    cu_ptr = cu_q_ptr
-    group = heads // kv_heads
+    x_ptr, out_ptr, seq, h_count, chunks = q_ptr, q_out_ptr, seq_q, heads, q_chunks
+    stride_b, stride_s, stride_h, stride_d = stride_qb, stride_qs, stride_qh, stride_qd
+    factor_ptr, cu_ptr, group = q_factor_ptr, cu_q_ptr, heads // kv_heads
     if is_key:
-        factor_ptr = k_factor_ptr
-        cu_ptr = cu_k_ptr
-        group = 1
-    if program < q_programs:
-        x_ptr, out_ptr, seq, h_count, chunks = q_ptr, q_out_ptr, seq_q, heads, q_chunks
-        stride_b, stride_s, stride_h, stride_d = stride_qb, stride_qs, stride_qh, stride_qd
-    else:
         program -= q_programs
         x_ptr, out_ptr, seq, h_count, chunks = k_ptr, k_out_ptr, seq_kv, kv_heads, k_chunks
         stride_b, stride_s, stride_h, stride_d = stride_kb, stride_ks, stride_kh, stride_kd
-    b = (program // chunks).to(tl.int64)
-    rows_of_sample = seq * h_count * BLOCKS  # a row is one block of channels of one head of one token
-    x_ptr += b * stride_b
-    out_ptr += b * rows_of_sample * (BLOCK * HALVES)
+        factor_ptr, cu_ptr, group = k_factor_ptr, cu_k_ptr, 1
+    block = program % BLOCKS  # programs next to each other read the same tokens
+    head = program // BLOCKS % h_count
+    chunk = program // BLOCKS // h_count
+    b = (chunk // chunks).to(tl.int64)
+    first = (chunk % chunks) * (ROWS * TILES)
+    first_channel = block * (BLOCK * HALVES)
+    x_ptr += b * stride_b + head.to(tl.int64) * stride_h + first_channel.to(tl.int64) * stride_d
+    row_size = h_count * (BLOCKS * BLOCK * HALVES)  # of the output
+    out_ptr += b * seq * row_size + head * (BLOCKS * BLOCK * HALVES) + first_channel
     channels = tl.arange(0, WIDTH)[None, :]
     signs = _signs(WIDTH, BLOCK, tl.bfloat16 if SPLIT else x_ptr.dtype.element_ty)
-    first = (program % chunks) * (ROWS * TILES)
-    # loads of vectors ahead of time would fill the shared memory of small GPUs
-    for tile in tl.range(0, TILES, num_stages=1 if BALANCED else 2):
+    of_head = (b * kv_heads + head // group) * VECTOR + first_channel
+    is_channel = channels < BLOCK
+    for tile in tl.range(0, TILES, num_stages=2):
         rows = first + tile * ROWS + tl.arange(0, ROWS)
-        head = rows // BLOCKS
-        offsets = (head // h_count).to(tl.int64) * stride_s + (head % h_count).to(tl.int64) * stride_h
-        offsets += (rows % BLOCKS * (BLOCK * HALVES)).to(tl.int64) * stride_d
-        x = x_ptr + offsets[:, None] + channels * stride_d
-        out = out_ptr + rows.to(tl.int64)[:, None] * (BLOCK * HALVES) + channels
-        inside = (rows < rows_of_sample)[:, None]
+        x = x_ptr + rows.to(tl.int64)[:, None] * stride_s + channels * stride_d
+        out = out_ptr + rows.to(tl.int64)[:, None] * row_size + channels
+        inside = (rows < seq)[:, None]
         if BLOCK != WIDTH:
-            inside = inside & (channels < BLOCK)
+            inside = inside & is_channel
         x_0 = tl.load(x, mask=inside, other=0.0)
         if BALANCED:
-            sample = b
-            if PACKED:
-                sample = _sequences_of(head // h_count, cu_ptr, sequences).to(tl.int64)
-            of_head = (sample * kv_heads + head % h_count // group) * VECTOR + rows % BLOCKS * (BLOCK * HALVES)
-            at = of_head[:, None] + channels
-            x_0 = _smoothed(x_0, center_ptr + at, factor_ptr + at, inside, is_key)
+            if PACKED:  # a vector for each row's own sequence
+                sequence = _sequences_of(rows, cu_ptr, sequences)
+                of_row = (sequence * kv_heads + head // group) * VECTOR + first_channel
+                at = of_row.to(tl.int64)[:, None] + channels
+                known = inside
+            else:
+                at = of_head + channels
+                known = is_channel
+            x_0 = _smoothed(x_0, center_ptr + at, factor_ptr + at, known, is_key)
         y = _product(x_0, signs, SPLIT)
         if HALVES == 2:
             x_1 = tl.load(x + BLOCK * stride_d, mask=inside, other=0.0)
             if BALANCED:
-                x_1 = _smoothed(x_1, center_ptr + at + BLOCK, factor_ptr + at + BLOCK, inside, is_key)
+                x_1 = _smoothed(x_1, center_ptr + at + BLOCK, factor_ptr + at + BLOCK, known, is_key)
             z = _product(x_1, signs, SPLIT)
             tl.store(out + BLOCK, ((y - z) * SCALE).to(out_ptr.dtype.element_ty), mask=inside)
             y += z
         tl.store(out, (y * SCALE).to(out_ptr.dtype.element_ty), mask=inside)
-
-
-def warps_of(split: bool, balanced: bool) -> int:
-    """Return the warps of a program: so many that a thread's numbers fit its registers."""
-    return 8 if split or balanced else 4
 
 
 def launch_rotate(
@@ -158,19 +152,19 @@ def launch_rotate(
     halves = whole // min(whole, MAX_WIDTH)
     block, blocks = whole // halves, head_dim // whole
     q_out, k_out = (buffer(*x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
-    q_chunks = triton.cdiv(seq_q * heads * blocks, ROWS * TILES)
-    k_chunks = triton.cdiv(seq_kv * kv_heads * blocks, ROWS * TILES)
+    q_chunks, k_chunks = (triton.cdiv(seq, ROWS * TILES) for seq in (seq_q, seq_kv))
+    q_programs, k_programs = (batch * n * blocks for n in (q_chunks * heads, k_chunks * kv_heads))
     split = q.dtype == torch.float32 and q.is_cuda
     vectors = (q_out,) * 3 if balance is None else balance  # stand-ins are never read
     with torch.cuda.device_of(q):
         launch(
-            _rotate_kernel, (q_chunks + k_chunks) * batch,
+            _rotate_kernel, q_programs + k_programs,
             q, k, q_out, k_out, *vectors, *packed_arguments(packed, vectors[0]), *q.stride(), *k.stride(),
-            seq_q, seq_kv, heads, kv_heads, q_chunks * batch, q_chunks, k_chunks,
+            seq_q, seq_kv, heads, kv_heads, q_programs, q_chunks, k_chunks,
             BLOCKS=blocks, BLOCK=block, HALVES=halves, WIDTH=max(block, MIN_WIDTH), SCALE=whole**-0.5,
             ROWS=ROWS, TILES=TILES, SPLIT=split, BALANCED=balance is not None,
             VECTOR=1 if balance is None else balance.center.shape[2],
             PACKED=packed is not None and balance is not None,
-            num_warps=warps_of(split, balance is not None), enable_fp_fusion=False,
+            num_warps=8 if split or balance is not None else 4, enable_fp_fusion=False,
         )  # fmt: skip
     return q_out, k_out
