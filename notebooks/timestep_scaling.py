@@ -93,8 +93,7 @@ for place, name in zip(axes[0], STEPS, strict=True):
         place.plot(state.bin_levels()[bins], scales[bins, head], ms=4, lw=1.2, label=label, **drawing.style_of(layer))
         spans.append((name, (scales[bins, head].max() / scales[bins, head].min()).item()))
     place.set(xlabel="noise level u (1: pure noise)", ylabel="scale s that the head needs", yscale="log", title=name)
-handles, labels = max((place.get_legend_handles_labels() for place in axes[0]), key=lambda found: len(found[1]))
-figure.legend(handles, labels, loc="outside right center", fontsize=8, title="a line for each head", title_fontsize=8)
+    place.legend(fontsize=8)
 Image(drawing.save(figure, FIGURES / "scale_by_noise_level.png"))
 
 # %%
