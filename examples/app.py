@@ -45,8 +45,9 @@ def page(line: CommandLine) -> gr.Interface:
 
     load(models[0])  # what is wrong with it ends the command, not a request
     given = [gr.Textbox("a red circle on a blue background", label="Prompt"), gr.Dropdown(models, label="Model")]
+    chosen = vars(args) | {"linears": args.linears or ("none" if args.model == SMALL else "int8")}
     for name, known in (("recipe", RECIPES), ("scaling", SCALINGS), ("linears", LINEARS)):
-        given.append(gr.Dropdown(list(known), value=getattr(args, name), label=LABELS[name]))
+        given.append(gr.Dropdown(list(known), value=chosen[name], label=LABELS[name]))
     given += [gr.Slider(1, 50, args.steps, step=1, label="Steps"), gr.Number(args.seed, minimum=0, label="Seed")]
     shown = [gr.ImageSlider(label="Stock, INT8"), gr.Image(label="Difference"), gr.Markdown(), gr.Code(label="Calls")]
     return gr.Interface(draw, given, shown, title="INT8 beside stock attention", flagging_mode="never")

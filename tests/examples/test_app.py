@@ -85,6 +85,11 @@ def test_options_of_the_page_reach_the_swap(client):
     assert "qk_int8_pv_fp8" in report and "per_block" in report and "linear layers" in report
 
 
+def test_every_choice_shows_what_is_chosen(client):
+    lists = [part["props"] for part in client.config["components"] if part["type"] == "dropdown"]
+    assert len(lists) == 4 and all(own["value"] in dict(own["choices"]) for own in lists)
+
+
 def test_wrong_input_is_refused_and_the_page_goes_on(client):
     wrong = [(1, "no/where", "not in the list"), (2, "int1", "not in the list"), (5, 0, "minimum"), (6, -1, "minimum")]
     for place, value, message in wrong:
