@@ -69,7 +69,7 @@ def linear_rivals(rows: list[dict[str, str]]) -> str:
 
 
 def models(rows: list[dict[str, str]]) -> str:
-    """Return a table of denoisers with preset "fast": a line for the newest run of each, with its other ways."""
+    """Return a table of denoisers with preset "fast": the newest run of each."""
     rows = [row for row in rows if row["suite"] == "models"]
     commits = {(row["case"], row["gpu"]): row["commit"] for row in rows if row["recipe"] == "preset_fast"}
     lines = []

@@ -1,4 +1,4 @@
-"""Scores of single pictures that need a model: CLIP's, and how much of the prompt's writing can be read."""
+"""Scores of single pictures by a model: CLIP, and the share of the writing that OCR reads."""
 
 from __future__ import annotations
 
