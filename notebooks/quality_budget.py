@@ -163,7 +163,8 @@ for place, name in zip(axes[0], PIPELINES, strict=True):
     front = sorted(point for point, best in zip(points, on_front(points), strict=True) if best)
     place.step(*zip(*front, strict=True), where="post", color="#8C8C8C", lw=1, zorder=1)
     for index, (label, (time, psnr)) in enumerate(zip(labels, points, strict=True)):
-        interval = measured[name, label][0]
+        interval, same = measured[name, label][0], [i for i, point in enumerate(points) if abs(point[0] - time) < 1e-3]
+        time += 0.005 * (same.index(index) - (len(same) - 1) / 2)  # side by side, not one upon the other
         spread = [[psnr - interval.low], [interval.high - psnr]]
         style = drawing.style_of(index)
         place.errorbar(time, psnr, yerr=spread, ms=7, lw=0, elinewidth=1, capsize=2, label=label, **style)

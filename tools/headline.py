@@ -58,7 +58,7 @@ FIGURES = (
         same_way="torch_sdpa_default",
     ),
     Figure(
-        "the first picture of a process, with all preparation", "picture", "flux_1024/first", "time", _seconds,
+        "its first picture, with all preparation", "picture", "flux_1024/first", "time", _seconds,
         same_way="torch_sdpa_default",
     ),
     Figure(

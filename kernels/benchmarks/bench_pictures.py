@@ -173,7 +173,11 @@ def main(arguments=None) -> int:
         check_appendable(csv)
     failures = []
     for name in options.case or DRAWINGS:
-        failures += run_case(name, options, csv)
+        try:
+            failures += run_case(name, options, csv)
+        except Exception as error:  # a model that does not fit, for one: the other models are measured all the same
+            failures.append(name)
+            print(f"FAILED {name}: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}", flush=True)
         gc.collect()
         if options.device.startswith("cuda"):
             torch.cuda.empty_cache()
