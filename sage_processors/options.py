@@ -112,8 +112,6 @@ class SageAttnProcessor:
             backward is PyTorch's, in 16 bit (sage_kernels.differentiable_attention). Calls with dropout, or without a
             fused backward (reason "no_backward"), run in 16 bit. "16bit": all of them do, counted as "training" or
             "requires_grad". Linear layers always train in 16 bit.
-        exchange: what devices send one another under Ulysses context parallelism. "int8": Q, K, V and the output as
-            INT8 codes with a scale per token and head, about half the bytes, less accurate. "16bit": no codes.
         on_unsupported: what happens to a call that can't run in 8 bit. "fallback": it runs in 16 bit, is counted per
             layer with its reason and logged once. "raise": UnsupportedAttentionError or UnsupportedLinearError.
     Every group may also be given as a dict of its options.
@@ -132,7 +130,6 @@ class SageAttnProcessor:
     graphs: str
     min_tokens: int | None
     training: str
-    exchange: str
     on_unsupported: str
 
     def __init__(
@@ -150,7 +147,6 @@ class SageAttnProcessor:
         graphs: Literal["off", "auto"] = "off",
         min_tokens: int | None = None,
         training: Literal["16bit", "int8"] = "16bit",
-        exchange: Literal["16bit", "int8"] = "16bit",
         on_unsupported: Literal["fallback", "raise"] = "fallback",
     ) -> None:
         from sage_kernels import RECIPES, Mixed
@@ -163,8 +159,7 @@ class SageAttnProcessor:
         recipes = (*RECIPES, MIXED_RECIPE, IN_16_BIT)
         for name, value, allowed in (
             ("recipe", recipe, recipes), ("rotation", rotation, ROTATIONS), ("graphs", graphs, ("off", "auto")),
-            ("training", training, TRAININGS), ("exchange", exchange, ("16bit", "int8")),
-            ("on_unsupported", on_unsupported, ON_UNSUPPORTED),
+            ("training", training, TRAININGS), ("on_unsupported", on_unsupported, ON_UNSUPPORTED),
         ):  # fmt: skip
             one_of(name, value, allowed)
             keep_as(**{name: value})

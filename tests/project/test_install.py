@@ -129,7 +129,7 @@ import sage_processors as sp
 
 sp.SageAttnProcessor("fast")
 sp.SageAttnProcessor(preset="small", recipe="qk_int8_pv_fp8", rotation="auto", graphs="off", min_tokens=0)
-sp.SageAttnProcessor(training="int8", exchange="int8", on_unsupported="raise", graphs="auto", min_tokens=None)
+sp.SageAttnProcessor(training="int8", on_unsupported="raise", graphs="auto", min_tokens=None)
 sp.SageAttnProcessor(scaling="timestep", linears="int8", keep=sp.Keep(first_steps=2, last_steps=1, noise=(0.0, 0.1)))
 sp.SageAttnProcessor(scaling=sp.Scaling("sigma_power", margin=1, history=4, gamma=0.5), linears=sp.Linears("fp8"))
 sp.SageAttnProcessor(scaling={"name": "delayed", "margin": 0.9, "history": 4}, keep={"first_steps": 2})

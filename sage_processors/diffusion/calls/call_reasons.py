@@ -44,7 +44,7 @@ def is_short(
 
     Asked before all other reasons, because a short call should cost the host next to nothing.
     Args: tokens, heads: dimensions of query and key that hold these. parallel: diffusers' ParallelConfig if tokens are
-        spread over devices; the call that each device then computes decides.
+        spread over devices; the tokens of all of them then count.
     """
     if query.dim() != 4 or key.dim() != 4 or query.shape[3] > MAX_HEAD_DIM:
         return False

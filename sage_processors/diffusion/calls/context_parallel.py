@@ -15,7 +15,6 @@ import torch
 
 from ..host import dispatcher
 from .fallback import fallback_attention
-from .int8_exchange import run_ulysses
 
 
 # ((query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa), return_lse) -> out, or (out, lse)
@@ -61,20 +60,8 @@ def run_in_parallel(call: tuple[Any, ...], return_lse: bool, parallel: Any, atte
     )
 
 
-def sends_codes(call: tuple[Any, ...], parallel: Any) -> bool:
-    """True if a call can be exchanged as INT8 codes.
-
-    It must be plain Ulysses with the same number of heads for each device, without a mask, and not causal.
-    """
-    config = parallel.context_parallel_config
-    ulysses, ring = degrees(parallel)
-    is_plain = ring == 1 and ulysses > 1 and not getattr(config, "ulysses_anything", False)
-    heads = [x.shape[2] for x in call[:3]]
-    return is_plain and call[3] is None and not call[5] and heads == heads[:1] * 3 and heads[0] % ulysses == 0
-
-
-def unquantised_bytes(call: tuple[Any, ...], parallel: Any) -> int:
-    """Return the bytes that this device sends if diffusers exchanges a call in its own dtype.
+def sent_bytes(call: tuple[Any, ...], parallel: Any) -> int:
+    """Return the bytes that this device sends for a call.
 
     Ulysses sends Q, K, V and the output; a ring sends K and V.
     """
@@ -82,13 +69,6 @@ def unquantised_bytes(call: tuple[Any, ...], parallel: Any) -> int:
     ulysses, ring = degrees(parallel)
     by_head = (2 * query.numel() + key.numel() + value.numel()) * (ulysses - 1) // ulysses
     return int(query.element_size() * (by_head + (key.numel() + value.numel()) * (ring - 1)))
-
-
-def run_with_codes(call: tuple[Any, ...], parallel: Any, attend: Attend) -> tuple[torch.Tensor, int]:
-    """Run a call that `sends_codes` allows with INT8 codes exchanged. Returns (out, bytes sent)."""
-    group = parallel.context_parallel_config._ulysses_mesh.get_group()
-    query, key, value, *others = call
-    return run_ulysses(query, key, value, group, lambda q, k, v: attend((q, k, v, *others), False))
 
 
 def run_fallback_in_parallel(call: tuple[Any, ...], parallel: Any) -> Any:
@@ -104,9 +84,11 @@ def _no_backward(ctx: Any, *arguments: Any, **options: Any) -> Any:
 
 
 def lengths_in_parallel(query: torch.Tensor, key: torch.Tensor, parallel: Any) -> tuple[int, int, int]:
-    """Return (S_q, S_kv, heads) of the gathered call on one device.
+    """Return (S_q, S_kv, heads): tokens of all devices, and the heads that one device computes.
 
+    In a ring, too: so its parts are all long or all short, on each device.
     Args: query, key: [B, S, H, D], with this device's tokens.
     """
-    ulysses, _ = degrees(parallel)
-    return query.shape[1] * ulysses, key.shape[1] * ulysses, -(-query.shape[2] // ulysses)
+    ulysses, ring = degrees(parallel)
+    devices = ulysses * ring
+    return query.shape[1] * devices, key.shape[1] * devices, -(-query.shape[2] // ulysses)

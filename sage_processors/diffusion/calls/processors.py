@@ -27,7 +27,7 @@ from ..host.rebind import dispatch_attention_fn, stand_ins
 from ..steps.windows import CHOSEN
 from . import context_parallel
 from .call_reasons import REASONS, call_reason, is_short, needs_gradient, training_reason
-from .context_parallel import degrees, first_head, unquantised_bytes
+from .context_parallel import degrees, first_head, sent_bytes
 from .fallback import fallback_attention
 from .mixed_calls import attend_mixed, is_mixed
 from .processor_state import ProcessorState
@@ -175,12 +175,8 @@ def _attend_parallel(call: tuple[Any, ...], own: ProcessorState, index: int, par
         return fallback_attention(given, return_lse)
 
     call = (*compute_heads(*call[:2]), *call[2:])
-    if own.config.exchange == "int8" and context_parallel.sends_codes(call, parallel):
-        out, sent = context_parallel.run_with_codes(call, parallel, attend)
-    else:
-        out = context_parallel.run_in_parallel(call, False, parallel, attend)
-        sent = unquantised_bytes(call, parallel)
-    _count_sent(own, sent)
+    out: torch.Tensor = context_parallel.run_in_parallel(call, False, parallel, attend)
+    _count_sent(own, sent_bytes(call, parallel))
     return out
 
 
@@ -273,7 +269,7 @@ def _dispatch(
             return made
         _fall_back(own, reason)
         if parallel_config is not None:
-            _count_sent(own, unquantised_bytes((query, key, value), parallel_config))
+            _count_sent(own, sent_bytes((query, key, value), parallel_config))
             in_ring = degrees(parallel_config)[1] > 1 and is_native(exact(backend))
             if in_ring and not attention_kwargs and not needs_gradient(query, key, value):
                 call = (*ordinary_in((query, key, value)), attn_mask, dropout_p, is_causal, scale, enable_gqa)

@@ -35,7 +35,6 @@ _MEANINGLESS = {
     "keep": "leave it out: a language model has no denoising steps",
     "skip": "leave it out: lists of tiles are measured in denoising steps",
     "mixed": "leave it out: mixed precision is for denoisers",
-    "exchange": "leave it out: transformers has no context parallelism of this kind",
     "rotation": 'rotation="hadamard" or "none": "auto" is decided in denoising steps',
     "recipe": "a recipe of sage_kernels.RECIPES: mixed precision is for denoisers",
     "layers": 'rules for linear layers alone, such as {"*.down_proj": {"linears": "none"}}: all attention layers of a '
@@ -189,7 +188,6 @@ def check_options(config: SageAttnProcessor) -> None:
         "keep": config.keep != Keep(),
         "skip": config.skip is not None,
         "mixed": config.mixed != sage_kernels.Mixed.of(None),
-        "exchange": config.exchange != "16bit",
         "rotation": config.rotation == "auto",
         "recipe": config.recipe not in (*sage_kernels.RECIPES, "16bit"),
         "layers": any(config.rules(option) for option in (*OF_ATTENTION, "recipe", "scaling", "rotation")),

@@ -18,10 +18,8 @@ import torch.distributed._functional_collectives as funcol
 from diffusers.hooks.context_parallel import apply_context_parallel, remove_context_parallel
 from diffusers.models import attention_dispatch
 
-import sage_kernels
 import sage_processors as sp
-from sage_kernels.testing import exact_attention, make_qkv, sqnr_db
-from sage_processors.diffusion.calls.context_parallel import run_with_codes, unquantised_bytes
+from sage_kernels.testing import sqnr_db
 from sage_processors.diffusion.host.discovery import attention_modules
 from tests.diffusion.calls.context_parallel import parallel_config
 from tests.support.tiny_models import MODELS
@@ -50,22 +48,19 @@ def spread(model, parallel, attention=True):
 def counted_bytes():
     """A list that gets the bytes that leave this process, of every exchange of attention."""
     sent: list = []
-    codes, parts, ring = dist.all_to_all_single, attention_dispatch._all_to_all_single, funcol.all_gather_tensor
+    parts, ring = attention_dispatch._all_to_all_single, funcol.all_gather_tensor
 
     def counted(function, share):
         def call(*arguments, **options):
-            x = arguments[1] if function is codes else arguments[0]
-            sent.append(int(x.numel() * x.element_size() * share))
+            sent.append(int(arguments[0].nbytes * share))
             return function(*arguments, **options)
 
         return call
 
-    dist.all_to_all_single = counted(codes, 0.5)  # half stays here
-    attention_dispatch._all_to_all_single = counted(parts, 0.5)
+    attention_dispatch._all_to_all_single = counted(parts, 0.5)  # half stays here
     attention_dispatch.funcol = SimpleNamespace(**vars(funcol) | {"all_gather_tensor": counted(ring, 1)})
     yield sent
-    dist.all_to_all_single, attention_dispatch._all_to_all_single = codes, parts
-    attention_dispatch.funcol = funcol
+    attention_dispatch._all_to_all_single, attention_dispatch.funcol = parts, funcol
 
 
 def main(rank: int, file: str, device: str = "cpu") -> None:
@@ -77,39 +72,13 @@ def main(rank: int, file: str, device: str = "cpu") -> None:
     for kind in ("ulysses", "ring"):
         parallel = parallel_config(kind, rank, device)
         if kind == "ulysses":
-            print(json.dumps({"kind": kind, "case": "op"} | exchanged(parallel, rank, device)), flush=True)
             print(json.dumps({"kind": kind, "case": "training"} | trained(parallel, device)), flush=True)
         print(json.dumps({"kind": kind, "case": "compiled"} | compiled(parallel, device)), flush=True)
         for name, options in CASES.items():
-            if kind == "ring" and "exchange" in options:
-                continue
             dist.barrier()
             row = {"kind": kind, "case": name} | case(parallel, device, **options)
             print(json.dumps(row), flush=True)
     dist.destroy_process_group()
-
-
-def exchanged(parallel, rank: int, device: str) -> dict:
-    """One call of a size that models have, exchanged as codes: bytes and errors in dB."""
-    whole = make_qkv("biased_keys", 1, 256, 256, 4, 4, 64, dtype=torch.bfloat16, device=device)
-    mine = [x.chunk(2, 1)[rank] for x in whole]
-    call = (*mine, None, 0.0, False, None, False)
-
-    def exact(given, return_lse):
-        return exact_attention(*given[:3])[0].to(torch.bfloat16)
-
-    def int8(given, return_lse):
-        return sage_kernels.sage_attention(*given[:3])
-
-    wanted = exact_attention(*whole)[0].chunk(2, 1)[rank]
-    row = {}
-    with counted_bytes() as sent:
-        for name, attend in (("exact", exact), ("int8", int8)):
-            out, reported = run_with_codes(call, parallel, attend)
-            row[name] = sqnr_db(out, wanted)
-    assert sum(sent) == 2 * reported
-    alone = sage_kernels.sage_attention(*whole).chunk(2, 1)[rank]
-    return row | {"alone": sqnr_db(alone, wanted), "share": reported / unquantised_bytes(call, parallel)}
 
 
 def trained(parallel, device: str) -> dict:
@@ -133,7 +102,7 @@ def compiled(parallel, device: str) -> dict:
     """One forward, eager and traced."""
     model, inputs = MODELS["flux"]()
     model, inputs = model.to(device), {name: x.to(device) for name, x in inputs.items()}
-    config = sp.SageAttnProcessor(min_tokens=0, exchange="int8")
+    config = sp.SageAttnProcessor(min_tokens=0)
     with torch.no_grad(), sp.apply(model, config) as handle, spread(model, parallel):
         eager = model(**inputs, return_dict=False)[0]
         torch._dynamo.reset()
@@ -146,9 +115,8 @@ def compiled(parallel, device: str) -> dict:
 CASES: dict = {
     "planned": {},
     "per_token": {"scaling": "dynamic"},
-    "codes": {"exchange": "int8"},
-    "codes_fp8": {"exchange": "int8", "recipe": "qk_int8_pv_fp8"},
     "fp8": {"recipe": "qk_int8_pv_fp8"},
+    "long": {"min_tokens": 28, "on_unsupported": "raise"},  # tokens of both devices
     "rotated": {"rotation": "hadamard"},
     "windows": {"on_unsupported": "raise", "keep": {"first_steps": 1}},
     "kept": {"on_unsupported": "raise", "layers": {"*single*": {"recipe": "16bit"}}},
@@ -173,7 +141,7 @@ def case(parallel, device: str, backend=None, **options) -> dict:
     if backend is not None:
         sp.register_diffusers_backend(min_tokens=0)
         model.set_attention_backend(backend)
-    with sp.apply(pipe, sp.SageAttnProcessor(min_tokens=0, **options)) as handle:
+    with sp.apply(pipe, sp.SageAttnProcessor(**{"min_tokens": 0} | options)) as handle:
         alone = draw(STEPS)
         if not options:  # attention of each half alone: what a wrong exchange looks like
             with spread(model, parallel, attention=False):

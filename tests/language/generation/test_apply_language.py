@@ -81,7 +81,6 @@ def test_cache_implementation_int8_without_our_attention_names_what_is_meant():
         {"keep": sp.Keep(first_steps=1)},
         {"skip": sp.Skip(limit=0.1)},
         {"mixed": {"budget": 0.5}},
-        {"exchange": "int8"},
         {"rotation": "auto"},
         {"recipe": "mixed"},
         {"layers": {"*0*": {"recipe": "16bit"}}},
