@@ -31,7 +31,7 @@ COLUMNS = (
 SUITES = (
     "real_language",
     *("attention_fwd", "attention_error", "prologue", "decode", "linear", "end_to_end", "cold_start", "quality"),
-    *("generate", "models", "picture", "clip", "linear_few_rows"),
+    *("generate", "models", "parallel", "picture", "clip", "linear_few_rows"),
 )
 # Behind the / of a case of attention_fwd, apart from scalings: how it was called, a variant of its softmax,
 CALLS = ("eager", "cuda_graph", "compiled")
