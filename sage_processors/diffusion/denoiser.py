@@ -19,6 +19,7 @@ from ..linears.leftovers import take_out_leftovers
 from ..linears.swap import LinearSwap, swap_of
 from ..linears.swap_checks import LOADED
 from ..torch_modes import AsUnderNoGrad
+from .calls.peers import Peers, parallel_of
 from .calls.row_maxima_op import keep_rows_of
 from .calls.sage_class import attention_calls_in, count_bypassed, is_pag, is_sage, sage_class, swap
 from .graphs.model_graphs import ModelGraphs
@@ -43,6 +44,7 @@ class Denoiser:
         graphs: a ModelGraphs; None without CUDA graphs.
         guests: Sage processors that a pipeline puts into the model within its steps (PAG), by id.
         perturbed: True after a forward with PAG processors that are not ours.
+        peers: a Peers; None without context parallelism.
         follows_scheduler: True if a scheduler tells where a run is.
         is_told: True if the user says where a run begins, without a scheduler.
         frozen: True while the scales stay as they are.
@@ -57,6 +59,7 @@ class Denoiser:
         self.state: Any = None
         self.linears: LinearSwap | None = None
         self.graphs: ModelGraphs | None = None
+        self.peers: Peers | None = None
         self._signs: tuple[Any, ...] = ()  # see signs_of
         self._head_norms, self._parked = HeadNorms(), Parked()
         self._patches: dict[type, Patches] = {}
@@ -234,7 +237,6 @@ class Denoiser:
         self.perturbed = False
         for processor in (*(layer.sage for layer in self.layers), *self.guests.values()):
             processor._sage.events.zero()
-            processor._sage.sent = 0
 
     def use_graphs(self, graphs: ModelGraphs | None) -> None:
         """Take forwards from these CUDA graphs from now on; None runs them eagerly again."""
@@ -294,6 +296,16 @@ class Denoiser:
                 count_bypassed(layer.sage, processor)
                 self.perturbed |= is_pag(processor)
         return False
+
+    def check_peers(self, args, kwargs) -> None:
+        """Compare this forward with those of the other processes of context parallelism. Raises: see Peers.check."""
+        parallel = parallel_of(self.layers)
+        if parallel is None:
+            self.peers = None
+            return
+        if self.peers is None or self.peers.parallel is not parallel:
+            self.peers = Peers(parallel, f"{self.config}, graphs {self.graphs is not None}")
+        self.peers.check(args, kwargs)
 
     def follow_timestep(self, args, kwargs) -> None:
         """Plan the running step from the timestep in the model's arguments. For models without a scheduler."""

@@ -283,6 +283,7 @@ class Handle:
         self._follow_schedulers(thoroughly=False)
         self._kernels.before_forward(denoiser)
         self.following.place(denoiser, denoiser.timestep_of(args, kwargs))
+        denoiser.check_peers(args, kwargs)
 
     def _follow_schedulers(self, *, thoroughly: bool = True) -> None:
         self.following.look(thoroughly=thoroughly)

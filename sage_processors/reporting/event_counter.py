@@ -57,16 +57,16 @@ class EventCounter:
             self.traced = numbers.to(device, copy=True)
         mark_static_address(self.traced, guard=False)  # CUDA graphs refuse to mutate other inputs
 
-    def add(self, event: int) -> None:
-        """Count one event, in an eager, compiled or captured call."""
+    def add(self, event: int, calls: int = 1) -> None:
+        """Count events, in an eager, compiled or captured call."""
         if torch.compiler.is_compiling():
-            self.traced[event].add_(1)
+            self.traced[event].add_(calls)
         elif getattr(_thread, "events", None) is not None:
-            _thread.events.append((self, event, 1))
+            _thread.events.append((self, event, calls))
         elif self.traced.is_cuda and torch.cuda.is_current_stream_capturing():
-            self.traced[event].add_(1)
+            self.traced[event].add_(calls)
         else:
-            self.add_eager(event)
+            self.add_eager(event, calls)
 
     def add_eager(self, event: int, calls: int = 1) -> None:
         """Count events of calls that are neither compiled nor captured."""

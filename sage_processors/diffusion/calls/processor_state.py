@@ -76,7 +76,6 @@ class ProcessorState:
         short: kinds of calls whose attention is all short.
         events: counts of processors.EVENTS, calls and reasons for 16 bit.
         sites: one CallSite for each attention call in the processor's code.
-        sent: bytes sent to other devices.
         backend: name of diffusers' attention back end for 16-bit calls. One that is set later wins over INT8.
         probe: probe.LayerProbe while a probe is on, else None.
         is_compared: a CUDA graph is replayed only while these attributes are as they were at its capture.
@@ -98,7 +97,6 @@ class ProcessorState:
         self.short = ShortCalls()
         self.events = events
         self.sites = tuple(CallSite() for _ in range(sites))
-        self.sent = 0
         self.backend: Any = None
         self.probe: Any = None
 

@@ -35,14 +35,14 @@ from .row_maxima_op import attention_keeping
 
 
 # Slots of a processor's event counter. "called": INT8 calls without a state; a state counts its own calls. "rotated":
-# all INT8 calls with the Hadamard rotation. The other slots are reasons for 16-bit attention.
-CALLS = ("called", "rotated")
+# all INT8 calls with the Hadamard rotation. "sent": bytes to other devices. The others: reasons for 16-bit attention.
+CALLS = ("called", "rotated", "sent")
 EVENTS = (
     *CALLS, *REASONS, "training", "no_backward", "replaced", "patched", "backend", "context_parallel",
     "attention_kwargs", "window", "kept", "unfollowed", "other",
 )  # fmt: skip
 _fallbacks = Fallbacks(EVENTS, "layer %s runs without INT8 (reason: %s%s); handle.report() lists all layers", REMEDIES)
-_CALLED, _ROTATED = (_fallbacks.slots[name] for name in CALLS)
+_CALLED, _ROTATED, _SENT = (_fallbacks.slots[name] for name in CALLS)
 
 
 class _Running(threading.local):
@@ -182,7 +182,7 @@ def _attend_parallel(call: tuple[Any, ...], own: ProcessorState, index: int, par
 
 def _count_sent(own: ProcessorState, sent: int) -> None:
     if not torch.compiler.is_compiling():  # a guard on a growing number would fail in every call
-        own.sent += sent
+        own.events.add(_SENT, sent)
 
 
 def _attend_training(

@@ -40,6 +40,7 @@ class Graph:
         calls: (counter of a linear layer, event, number of calls) that a replay has to count on the host.
         compared: the run in which it was last compared with an eager call; None before the first time.
         replays: number of replays so far.
+        number: among the graphs of all processes of context parallelism.
     """
 
     places: list[torch.Tensor]
@@ -49,6 +50,7 @@ class Graph:
     calls: list[tuple[EventCounter, int, int]]
     compared: int | None = None
     replays: int = 0
+    number: int = 0
 
 
 class CallGraphs:
@@ -104,11 +106,23 @@ class CallGraphs:
                 return "warm_up"
             if self._early_changes >= MOST_CHANGES:
                 return "changed"
-            reason = obstacle(self.module, self._owner.device, is_block=self.is_block)
-            found = reason or self._captured(kind, args, kwargs)
+            parallel = self._owner.denoiser.peers is not None
+            reason = obstacle(self.module, self._owner.device, is_block=self.is_block, parallel=parallel)
+            if reason:
+                return reason
+            reason = self._owner.refusal_of(type(self.module), kind)
+            if reason:
+                return self._refuse(kind, reason)
+        if not self._owner.agrees(graph):
+            return "peers"
+        if graph is None:
+            found = self._captured(kind, args, kwargs)
+            number = self._owner.agreement.number(not isinstance(found, str))
             if isinstance(found, str):
                 return found
-            graph = found
+            if not number:
+                return "peers"
+            found.number, graph = number, found
         self.graphs[kind] = graph  # the newest is the last
         while len(self.graphs) > MOST_GRAPHS:
             del self.graphs[next(iter(self.graphs))]
@@ -133,18 +147,15 @@ class CallGraphs:
     def _captured(self, kind: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph | str:
         """Capture a call. Returns the reason if that fails; all state is as before then."""
         owner, before = self._owner, None
-        reason = owner.refusal_of(type(self.module), kind)
-        if reason:
-            return self._refuse(kind, reason)
         try:
             refresh_weights(self.module.modules())
             owner.prepare_capture()
             before = StateCopy(owner.denoiser)
-            places = owner.new_places() if self.is_block else torch.clone
+            places = owner.places.of_a_call() if self.is_block else torch.clone
             given = list(tensors_of((args, kwargs)))
             args, kwargs = mapped((args, kwargs), places)
             inputs = list(tensors_of((args, kwargs)))
-            owner.fill(inputs, given)
+            owner.places.fill(inputs, given)
             writes = [x._version for x in inputs if not x.is_inference()]
             with _without_kept_casts(owner.device.type):
                 results, replay = owner.record(lambda: self.call(*args, **kwargs))

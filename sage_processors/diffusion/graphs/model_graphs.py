@@ -19,12 +19,13 @@ import torch
 from sage_kernels.compat import is_unobserved
 
 from ...patching.nested import UnknownValueError, kind_of, mapped, tensors_of
-from ...postponed.tensor import version_of
 from ..host.innermost import own_forward
+from .agreement import CAPTURE, EAGER, Agreement, forget_before_the_end
 from .blocks import BlockCall, repeated_blocks
 from .call_graphs import CallGraphs, Graph
 from .capture import CaptureError, Captures, Recorded, tidy
 from .comparison import EVERY, Verdicts, expected_of
+from .places import Places
 
 
 logger = logging.getLogger("sage_processors")
@@ -66,13 +67,12 @@ class ModelGraphs:
         self.blocks: dict[BlockCall, CallGraphs] = {}
         self._thread = threading.local()
         self._captures: Captures | None = None
-        self._places: dict[tuple[Any, ...], torch.Tensor] = {}  # inputs of all blocks' graphs
-        self._held: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}  # place, what it was filled from, version
+        self.places = Places()
         self._failures: dict[Any, str] = {}
         self._shape: Any = None  # kind of the running forward
         self._shapes: set[Any] = set()  # with graphs
         self._without_room: set[Any] = set()
-        self._verdicts = Verdicts()
+        self._verdicts, self.agreement = Verdicts(), Agreement()
         self._run, self._begun, self._is_first, self._is_tidy = 0, None, False, False
         self.replays = self.partly = self.block_replays = self.differing = 0
         self.eager, self.block_eager, self.lines = Counter[str](), Counter[str](), dict[str, str]()
@@ -86,8 +86,7 @@ class ModelGraphs:
     @property
     def memory(self) -> int:
         """Bytes of GPU memory that graphs take."""
-        places = sum(x.numel() * x.element_size() for x in self._places.values())
-        return places + (0 if self._captures is None else self._captures.memory)
+        return self.places.memory + (0 if self._captures is None else self._captures.memory)
 
     def start(self) -> None:
         """Take over the model's calls, hooks included, as `model.compile()` does."""
@@ -104,9 +103,8 @@ class ModelGraphs:
 
     def forget(self) -> None:
         """Drop all graphs, counted steps and refusals; later calls are captured again."""
-        for call in self.blocks:
-            call.take_out()
-        self.blocks.clear()
+        self.settle()  # comparisons under way hold their graphs
+        self._leave_blocks()
         self.whole = CallGraphs(self, self.model, self.model._call_impl, WARM_UP)
         self._failures.clear()
         self._without_room.clear()
@@ -119,8 +117,7 @@ class ModelGraphs:
         """
         for graphs in (self.whole, *self.blocks.values()):
             graphs.graphs.clear() if is_warm else graphs.forget()
-        self._places.clear()
-        self._held.clear()
+        self.places = Places()
         self._shapes.clear()
         self._captures = None
 
@@ -148,12 +145,17 @@ class ModelGraphs:
         if self.denoiser.state is not None:  # replays don't tell which call left the row maxima
             self.denoiser.state.kept.row_maxima.stop()
         self._thread.is_calling = True
+        self.agreement.begin(self.denoiser.peers)
         try:
             with self._handle.lock:
                 self._note_run()
-                if self.whole.is_warm(None):
+                if self.denoiser.peers is not None:
+                    self._leave_blocks()  # processes agree about graphs once in a forward, not at each block
+                elif self.whole.is_warm(None):
                     self._take_blocks()
                 found = self._reason_against() or self._answer(self.whole, args, kwargs)
+                if not self.agreement.is_made and not self.agreement.wish(EAGER):
+                    self._let_go(is_warm=True)
                 if not isinstance(found, str):
                     self.replays += 1
                     return found[0]
@@ -163,7 +165,7 @@ class ModelGraphs:
             return self._in_blocks(found, args, kwargs)
         finally:
             self._thread.is_calling = False
-            self._held.clear()
+            self.places.end_forward()
             self._verdicts.send()
 
     def _in_blocks(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -180,6 +182,12 @@ class ModelGraphs:
                 self.partly += 1
             else:
                 self.eager[reason] += 1
+
+    def _leave_blocks(self) -> None:
+        """Give the blocks' calls back."""
+        for call in self.blocks:
+            call.take_out()
+        self.blocks.clear()
 
     def _take_blocks(self) -> None:
         """Take over the blocks' calls, before any capture, as this changes the blocks; except compiled ones."""
@@ -217,11 +225,13 @@ class ModelGraphs:
                 return found
             kind, graph = found
             self._shapes.add(self._shape)
-            if not self._is_first and (graph.compared is None or self._run - graph.compared >= EVERY):
+            if self.agreement.compares:
                 graph.compared = self._run
                 compared = expected_of(self.denoiser, lambda: graphs.call(*args, **kwargs))
-            self.fill(graph.places, list(tensors_of((args, kwargs))))
+            self.places.fill(graph.places, list(tensors_of((args, kwargs))))
         except Exception as error:  # what only helps must not end the run
+            if self.agreement.binds:
+                raise
             self.note_failure(type(graphs.module), (), CaptureError(error))
             return "not_capturable"
         graph.replay()
@@ -235,6 +245,21 @@ class ModelGraphs:
             except RuntimeError as error:  # no memory for it
                 logger.debug("graphs: a replay is not compared: %s", error)
         return (results,)
+
+    def _is_due(self, graph: Graph | None) -> bool:
+        """True if a graph, or one that is captured now, is to be compared with an eager call in this forward."""
+        is_due = graph is None or graph.compared is None or self._run - graph.compared >= EVERY
+        return is_due and not self._is_first
+
+    def agrees(self, graph: Graph | None) -> bool:
+        """True if all processes would replay this graph, or capture one if it is None.
+
+        If they do not agree, all drop their graphs, so that the next ones are captured together.
+        """
+        if self.agreement.wish(CAPTURE if graph is None else graph.number, self._is_due(graph)):
+            return True
+        self._let_go(is_warm=True)
+        return False
 
     def _drop(self, graphs: CallGraphs, kind: tuple[Any, ...], graph: Graph) -> None:
         """Give up a graph whose replay gave other bits than an eager call. Logs the first."""
@@ -331,6 +356,8 @@ class ModelGraphs:
         """Capture the launches of a function. Returns (its results, the replay). Raises: CaptureError."""
         if self._captures is None:
             self._captures = Captures(self.device)
+        if self.denoiser.peers is not None:
+            forget_before_the_end(self)
         return self._captures.record(run)
 
     def room(self) -> int | None:
@@ -350,34 +377,6 @@ class ModelGraphs:
             self._without_room.add(self._shape)
         self._let_go(is_warm=True)
         return False
-
-    def new_places(self) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Return a function that gives each tensor of a block's call, in order, a place to be copied to.
-
-        Blocks share these places, as their graphs run one after another.
-        """
-        taken = 0
-
-        def place(x: torch.Tensor) -> torch.Tensor:
-            nonlocal taken
-            key = taken, x.shape, x.dtype, x.stride()
-            taken += 1
-            if key not in self._places:
-                with torch.inference_mode(False):
-                    self._places[key] = torch.empty_like(x)
-            return self._places[key]
-
-        return place
-
-    def fill(self, places: list[torch.Tensor], tensors: list[torch.Tensor]) -> None:
-        """Copy tensors to a graph's inputs, except where they are since an earlier block of this forward."""
-        for place, tensor in zip(places, tensors, strict=True):
-            version, held = version_of(tensor), self._held.get(id(place))
-            if held is not None and held[0] is place and held[1] is tensor and held[2] == version:
-                continue
-            place.copy_(tensor)
-            if version is not None:
-                self._held[id(place)] = place, tensor, version
 
 
 def _own_forward(block: Any, *args: Any, **kwargs: Any) -> Any:

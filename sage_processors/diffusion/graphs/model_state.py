@@ -23,7 +23,7 @@ from ...patching.other_globals import innermost
 from ...patching.patched import Watch, with_helpers
 from ...postponed.tensor import version_of
 from ...torch_modes import AsUnderNoGrad
-from ..host.innermost import moving_hooks
+from ..host.innermost import hooks_of, moving_hooks
 from ..host.root_hook import RootHook
 
 
@@ -35,10 +35,11 @@ VERSION = operator.attrgetter("_version")
 DEPTH = 3  # levels of nested containers that are compared
 
 
-def obstacle(model: nn.Module, device: torch.device, *, is_block: bool = False) -> str:
+def obstacle(model: nn.Module, device: torch.device, *, is_block: bool = False, parallel: bool = False) -> str:
     """Return the reason why a model's forward can't be captured on this device; "" if it can.
 
-    is_block: what is captured is the forward of a block itself, inside of its own hooks.
+    is_block: what is captured is the forward of a block itself, inside of its own hooks. parallel: hooks of context
+    parallelism may be captured, too, as all processes agree about it.
 
     Returns:
         "device": some of its tensors are elsewhere.
@@ -55,7 +56,7 @@ def obstacle(model: nn.Module, device: torch.device, *, is_block: bool = False) 
         if "_hf_hook" in values:  # of accelerate
             return "offload"
         is_inside = is_block and module is model
-        if moving_hooks(module) if is_inside else getattr(values.get("_diffusers_hook"), "hooks", None):
+        if moving_hooks(module) if is_inside else hooks_of(module, but_parallel=parallel):
             return "hooks"
         if (is_block or module is not model) and values.get("_compiled_call_impl") is not None:
             return "compiled"

@@ -44,8 +44,18 @@ def take_out_forward(module: nn.Module, forward: Any) -> None:
 
 def moving_hooks(module: nn.Module) -> list[str]:
     """Return the names of diffusers' hooks of a module that move its weights or split its data."""
+    return [name for name, file in _hooks(module).items() if file in MOVES]
+
+
+def hooks_of(module: nn.Module, *, but_parallel: bool) -> list[str]:
+    """Return the names of diffusers' hooks of a module. but_parallel: but those of context parallelism."""
+    return [name for name, file in _hooks(module).items() if not (but_parallel and file == "context_parallel")]
+
+
+def _hooks(module: nn.Module) -> dict[str, str]:
+    """Return {name of a hook of diffusers: the file that defines it}."""
     hooks = getattr(module.__dict__.get("_diffusers_hook"), "hooks", {})
-    return [name for name, hook in hooks.items() if type(hook).__module__.rpartition(".")[2] in MOVES]
+    return {name: type(hook).__module__.rpartition(".")[2] for name, hook in hooks.items()}
 
 
 def _place_of(module: nn.Module) -> tuple[Any, str]:

@@ -138,7 +138,10 @@ def _events(processor: Any) -> dict[str, Any]:
     events = dict(zip(EVENTS, processor._sage.events.numbers(), strict=True))
     fallbacks = {name: count for name, count in events.items() if count and name not in CALLS}
     called = events["called"]
-    return {"calls": called, "dynamic_calls": called, "rotated_calls": events["rotated"], "fallbacks": fallbacks}
+    return {
+        "calls": called, "dynamic_calls": called, "rotated_calls": events["rotated"], "sent_bytes": events["sent"],
+        "fallbacks": fallbacks,
+    }  # fmt: skip
 
 
 def _counted(layer: Any, summary: Any, skipped: Any = ()) -> dict[str, Any]:
@@ -154,7 +157,7 @@ def _counted(layer: Any, summary: Any, skipped: Any = ()) -> dict[str, Any]:
     elements = [site.elements for site in own.sites if site.elements]
     per_call = sum(elements) / len(elements) if elements else 0
     saved = int(found["calls"] * per_call)  # one byte less per element
-    return found | worst | _skipped(layer, skipped) | {"bytes_saved": saved, "sent_bytes": own.sent}
+    return found | worst | _skipped(layer, skipped) | {"bytes_saved": saved}
 
 
 def _skipped(layer: Any, summary: Any) -> dict[str, Any]:

@@ -42,6 +42,18 @@ def test_P60_two_gpus_draw_what_one_draws(rows, kind, name):
         assert row["reported_bytes"] == row["sent_bytes"] > 0
 
 
+def test_P66_two_gpus_replay_graphs_with_collectives(tmp_path_factory):
+    found: dict = {}
+    for row in two_processes("parallel_peers", tmp_path_factory, "cuda"):
+        found.setdefault(row["case"], []).append(row)
+    assert [row["live"] for row in found.pop("end")] == [[1, 0], [1, 0]]
+    assert len(found) == 8
+    for case, pair in found.items():
+        assert pair[0]["replays"] == pair[1]["replays"] > 0, case
+        assert all(all(row["same"]) for row in pair), case
+        assert "alike" not in case or set(pair[0]["eager"]) == {"warm_up"}
+
+
 def test_E03_a_model_whose_blocks_are_on_two_gpus():
     """What device_map="balanced" of one model leaves: accelerate moves activations between the blocks."""
     from accelerate import dispatch_model
