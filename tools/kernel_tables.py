@@ -68,6 +68,28 @@ def linear_rivals(rows: list[dict[str, str]]) -> str:
     return f"× stock, a forward (relative L1 of its output):\n\n{markdown_table(header, lines)}"
 
 
+def many_gpus(rows: list[dict[str, str]]) -> str:
+    """Return a table of forwards split over GPUs: a line for the newest run of each model, number of GPUs and kind."""
+    rows = [row for row in rows if row["suite"] == "parallel" and row["metric"] == "time"]
+    found = {(*row["case"].rsplit("/", 1), row["recipe"]): row for row in rows}  # the newest
+    lines = []
+    for model, place in dict.fromkeys(key[:2] for key in found):
+        gpus, _, kind = place.removeprefix("x").partition("_")
+        cells = []
+        for recipe in ("", "qk_int8_pv_bf16", "preset_fast"):
+            row, one = found.get((model, place, recipe)), found.get((model, "x1", recipe))
+            if row is None or one is None or row["commit"] != one["commit"]:
+                cells.append("–")
+                continue
+            scaling = float(one["median"]) / float(row["median"]) / int(gpus)
+            ratio = f", {row['ratio_vs_cudnn']} ×" if recipe else ""
+            cells.append(f"{float(row['median']):.1f}{ratio}" + f", {scaling:.2f}" * (gpus != "1"))
+        of = next(row for key, row in found.items() if key[:2] == (model, place))
+        lines.append([model, gpus, kind or "–", *cells, of["gpu"], of["commit"]])
+    header = ["model", "GPUs", "kind", "stock cuDNN", "INT8 attention", 'preset "fast"', "GPU", "commit"]
+    return markdown_table(header, lines) if lines else "No rows yet: `kernels/benchmarks/bench_parallel.py` on GPUs."
+
+
 def models(rows: list[dict[str, str]]) -> str:
     """Return a table of denoisers with preset "fast": the newest run of each."""
     rows = [row for row in rows if row["suite"] == "models"]

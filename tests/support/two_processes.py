@@ -1,4 +1,4 @@
-"""A script of tests/diffusion/calls run by two processes that talk to each other, on the CPU or on a GPU each."""
+"""A script of tests/ run by two processes that talk to each other, on the CPU or on a GPU each."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if child and os.waitpid(child, 0)[1]:
 def two_processes(script: str, tmp_path_factory, device: str = "cpu") -> list[dict]:
     """The rows (a JSON object a line) that both print. Called as `SCRIPT.py RANK FILE [cuda]`."""
     folder = tmp_path_factory.mktemp("parallel")
-    path, file, printed = ROOT / "tests" / "diffusion" / "calls" / f"{script}.py", folder / "meet", folder / "printed"
+    path, file, printed = ROOT / "tests" / f"{script}.py", folder / "meet", folder / "printed"
     paths = (str(ROOT), str(ROOT / "kernels"), *filter(None, [os.environ.get("PYTHONPATH")]))
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
     if device == "cpu":

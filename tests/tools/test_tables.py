@@ -9,7 +9,7 @@ from sage_kernels.facts.recipe import DEFAULT_RECIPE
 from sage_kernels.results import append_row, is_without_int8, read_rows
 from tests.support.repository import ROOT
 from tools.headline import FIGURES, figures_markdown
-from tools.kernel_tables import cold_start, linear_rivals, linears, mixed
+from tools.kernel_tables import cold_start, linear_rivals, linears, many_gpus, mixed
 from tools.pages import PAGES, main, replace_sections, sections, update
 from tools.peer_tables import peer_models, peers, whole_pictures
 from tools.tables import LANGUAGE, launch_layers, results_markdown
@@ -116,6 +116,23 @@ def test_pictures_are_of_the_newest_run_of_each_model(tmp_path):
     assert (
         "| flux_1024 | b | torch_sdpa_cudnn | 20.00 | 5.00 | 0.100 | 0.50 | 33.3 | – |" in text and "9.00" not in text
     )
+
+
+def test_many_gpus_are_compared_with_one_gpu_of_the_same_run(tmp_path):
+    path = tmp_path / "results.csv"
+    row = {
+        "suite": "parallel",
+        "gpu": "H200",
+        "metric": "time",
+        "unit": "ms",
+        "provider": "sage_kernels",
+        "commit": "b",
+    }
+    for case, recipe, median in (("x1", "preset_fast", 40), ("x2_ring", "preset_fast", 25), ("x2_ring", "", 50)):
+        append_row(path, **row | {"recipe": recipe}, case=f"wan/{case}", median=median, ratio_vs_cudnn="2.000")
+    text = many_gpus(read_rows(path))
+    assert "| wan | 1 | – | – | – | 40.0, 2.000 × | H200 | b |" in text
+    assert "| wan | 2 | ring | – | – | 25.0, 2.000 ×, 0.80 | H200 | b |" in text
 
 
 def test_launch_layers_have_a_table_of_their_own(tmp_path):

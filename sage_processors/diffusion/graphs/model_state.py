@@ -44,6 +44,7 @@ def obstacle(model: nn.Module, device: torch.device, *, is_block: bool = False, 
     Returns:
         "device": some of its tensors are elsewhere.
         "offload": accelerate moves its weights in and out.
+        "parallel": weights are split over devices, so that a graph would have collectives (tensor parallelism).
         "hooks": there are hooks not our own, which a replay would leave out.
         "compiled": one of its submodules is compiled.
     """
@@ -53,6 +54,8 @@ def obstacle(model: nn.Module, device: torch.device, *, is_block: bool = False, 
         values = module.__dict__
         if any(x.device != device for x in _tensors(module)):
             return "device"
+        if any(hasattr(x, "device_mesh") for x in _tensors(module)):  # a DTensor
+            return "parallel"  # NCCL wants them replayed by all processes or by none
         if "_hf_hook" in values:  # of accelerate
             return "offload"
         is_inside = is_block and module is model

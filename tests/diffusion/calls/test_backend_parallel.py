@@ -13,7 +13,7 @@ from tests.support.two_processes import two_processes
 def rows(tmp_path_factory):
     """{(kind, option): one row of each process}."""
     found: dict = {}
-    for row in two_processes("context_parallel", tmp_path_factory):
+    for row in two_processes("diffusion/calls/context_parallel", tmp_path_factory):
         found.setdefault((row["kind"], *row["options"]), []).append(row)
     return found
 

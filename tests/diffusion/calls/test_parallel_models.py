@@ -23,7 +23,7 @@ AS_ALONE_DB = 6.0
 def rows(tmp_path_factory):
     """{(kind, case): one row of each process}."""
     found: dict = {}
-    for row in two_processes("parallel_models", tmp_path_factory):
+    for row in two_processes("diffusion/calls/parallel_models", tmp_path_factory):
         found.setdefault((row["kind"], row["case"]), []).append(row)
     return found
 

@@ -18,7 +18,7 @@ if OLDEST:
 def rows(tmp_path_factory):
     """{case: one row of each process}."""
     found: dict = {}
-    for row in two_processes("parallel_peers", tmp_path_factory):
+    for row in two_processes("diffusion/calls/parallel_peers", tmp_path_factory):
         found.setdefault(row["case"], []).append(row)
     return {case: sorted(pair, key=lambda row: row["rank"]) for case, pair in found.items()}
 

@@ -28,7 +28,7 @@ def rows(tmp_path_factory):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two CUDA GPUs")
     found: dict = {}
-    for row in two_processes("parallel_models", tmp_path_factory, "cuda"):
+    for row in two_processes("diffusion/calls/parallel_models", tmp_path_factory, "cuda"):
         found.setdefault((row["kind"], row["case"]), []).append(row)
     return found
 
@@ -44,7 +44,7 @@ def test_P60_two_gpus_draw_what_one_draws(rows, kind, name):
 
 def test_P66_two_gpus_replay_graphs_with_collectives(tmp_path_factory):
     found: dict = {}
-    for row in two_processes("parallel_peers", tmp_path_factory, "cuda"):
+    for row in two_processes("diffusion/calls/parallel_peers", tmp_path_factory, "cuda"):
         found.setdefault(row["case"], []).append(row)
     assert [row["live"] for row in found.pop("end")] == [[1, 0], [1, 0]]
     assert len(found) == 8
