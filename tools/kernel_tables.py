@@ -69,7 +69,7 @@ def linear_rivals(rows: list[dict[str, str]]) -> str:
 
 
 def many_gpus(rows: list[dict[str, str]]) -> str:
-    """Return a table of forwards split over GPUs: a line for the newest run of each model, number of GPUs and kind."""
+    """Return a table of forwards split over GPUs: the newest run of each model, number and kind."""
     rows = [row for row in rows if row["suite"] == "parallel" and row["metric"] == "time"]
     found = {(*row["case"].rsplit("/", 1), row["recipe"]): row for row in rows}  # the newest
     lines = []

@@ -298,7 +298,7 @@ class Denoiser:
         return False
 
     def check_peers(self, args, kwargs) -> None:
-        """Compare this forward with those of the other processes of context parallelism. Raises: see Peers.check."""
+        """Compare this forward with that of the other processes, if any. Raises: see Peers.check."""
         parallel = parallel_of(self.layers)
         if parallel is None:
             self.peers = None

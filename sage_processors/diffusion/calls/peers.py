@@ -1,4 +1,4 @@
-"""The other processes of a denoiser under context parallelism, asked on the host before GPUs send anything.
+"""Agreement of processes under context parallelism, on the host, before GPUs send anything.
 
 Processes that disagree about options, versions or shapes would wait for one another in a collective for ever, or
 exchange parts that do not fit. So each forward begins with a number from every process, over a group of its own:
@@ -49,7 +49,7 @@ class Peers:
         return [int(x) for x in found]
 
     def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raise ValueError, on all processes, if options, versions, or the shapes of a forward's arguments differ."""
+        """Raise ValueError, on all processes, if options, versions, or shapes of a forward's inputs differ."""
         facts = self._fixed | dict(_shapes((*enumerate(args), *kwargs.items()), "argument"))
         text = json.dumps(facts)
         digest = hashlib.blake2b(text.encode(), digest_size=7).digest()
@@ -67,7 +67,7 @@ class Peers:
 
 
 def parallel_of(layers: Iterable[Any]) -> Any:
-    """Return diffusers' ParallelConfig of a denoiser under context parallelism; None without. layers: its Layers."""
+    """Return diffusers' ParallelConfig of a denoiser; None without context parallelism. layers: its Layers."""
     for layer in layers:
         found = getattr(layer.module.processor, "_parallel_config", None)
         if found is not None:

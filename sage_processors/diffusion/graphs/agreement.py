@@ -1,4 +1,4 @@
-"""What the processes of context parallelism do in a forward, all of them the same.
+"""Agreement of processes under context parallelism about a forward: a graph, or eagerly.
 
 NCCL wants a graph with collectives captured by all processes or by none, and then replayed by all or by none:
 https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/usage/cudagraph.html. A process that goes its own way (its

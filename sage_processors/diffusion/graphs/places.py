@@ -1,4 +1,4 @@
-"""Tensors that CUDA graphs read their inputs from, and what they hold."""
+"""Input tensors of CUDA graphs."""
 
 from __future__ import annotations
 
