@@ -1,6 +1,7 @@
 """Measure skipped key tiles on tiny_wan's largest clips, with several limits and as calibrate chooses.
 
     python notebooks/measure_skipping.py --device cuda --clips 64 --steps 25 --work measured_skipping
+    … --drop --out dropped.csv        what is left out does not stand in the softmax as its mean
     … --part switched                 beside the one above, so that it finds this part done
     … --device cpu --size small --clips 4 --steps 6 --batch 2 --search 2 --work probe --out probe.csv
 
@@ -90,14 +91,14 @@ def switch_prompts(module, inputs, named):
 
 
 def chosen(
-    measurement: SkipMeasurement, target: float, search: int, work: Path
+    measurement: SkipMeasurement, target: float, search: int, work: Path, config: sp.SageAttnProcessor
 ) -> tuple[sp.SageAttnProcessor, list[dict]]:
     """Run calibrate on prompts of its own. Returns the options from the policy, and `promised` rows."""
     words = tiny_videos.captions()
     texts = [words[i] for i in measure_video.scenes(2 * search, SEARCH_SEED).caption_index().tolist()]
     found = sp.calibrate(
         measurement.pipe, texts[:search], held_out=texts[search:], target_psnr=target, scalings=("timestep",),
-        skip_limits=LIMITS, config=options(), steps=measurement.size.steps, batch=measurement.size.batch,
+        skip_limits=LIMITS, config=config, steps=measurement.size.steps, batch=measurement.size.batch,
         arguments=measurement.arguments, progress=False,
         path=work / "policy.json", state_path=work / "state.json",
     )  # fmt: skip
@@ -115,6 +116,7 @@ def main() -> int:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--search", type=int, default=12, help="prompts for calibrate to search on, and as many fresh")
     parser.add_argument("--part", choices=("all", "switched"), default="all", help="switched: draw those, no table")
+    parser.add_argument("--drop", action="store_true", help="without compensation, in a --work of its own")
     parser.add_argument("--work", type=Path, required=True, help="folder of the unfinished parts")
     parser.add_argument("--out", type=Path, default=measure.HERE / "data" / "skipping.csv", help="the table")
     arguments = parser.parse_args()
@@ -123,7 +125,8 @@ def main() -> int:
     size = pipelines.call_arguments(measure_video.NAME) | measure_video.SIZES[arguments.size]
     real = measure_video.true_features(size, load_classifier())
     variants = {"dense": options()}
-    variants |= {f"within {limit:g}": options(skip={"limit": limit}) for limit in LIMITS}
+    skips = {limit: {"limit": limit, "compensate": not arguments.drop} for limit in LIMITS}
+    variants |= {f"within {limit:g}": options(skip=skip) for limit, skip in skips.items()}
     table = []
     for switched in (False, True) if arguments.part == "all" else (True,):
         measurement = SkipMeasurement(arguments.size, count, arguments.device, arguments.work, switched)
@@ -133,7 +136,8 @@ def main() -> int:
             print(f"{measurement.name} {name}: {time.monotonic() - start:.0f} s", flush=True)
         if not switched:
             dense = measurement.sets(["dense"])[0].psnr_db.mean().item()
-            config, promised = chosen(measurement, dense - LOSS_DB, arguments.search, arguments.work)
+            found = options(skip={"compensate": not arguments.drop})
+            config, promised = chosen(measurement, dense - LOSS_DB, arguments.search, arguments.work, found)
             variants["calibrated"] = config
             table += promised
             measurement.run(quality.Variant("calibrated", config))

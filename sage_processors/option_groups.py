@@ -154,6 +154,8 @@ class Skip:
             in `layers` may then give one limit for each range, the first for noise levels below the first border. A
             run that crosses a border measures all lists anew.
         first_steps, last_steps: this many steps at the ends of a run visit every tile, >= 0.
+        compensate: a tile that is left out stands in the softmax as its mean key and mean value. `limit` is then the
+            largest share of a row's probability that this moves to other keys. False: left out altogether.
     Raises: TypeError or ValueError for a wrong type or value.
     """
 
@@ -162,6 +164,7 @@ class Skip:
     noise: tuple[float, ...] = ()
     first_steps: int = 2
     last_steps: int = 1
+    compensate: bool = True
 
     def __post_init__(self) -> None:
         if not 0 < number("skip.limit", self.limit, "a share of probability, 0 < limit < 1") < 1:
@@ -170,6 +173,7 @@ class Skip:
             whole(f"skip.{name}", getattr(self, name), least)
         if self.every > MOST_STEPS:
             raise ValueError(f"skip.every: got {short(self.every)}, expected at most {MOST_STEPS} steps")
+        flag("skip.compensate", self.compensate)
         object.__setattr__(self, "noise", borders("skip.noise", self.noise, MOST_BORDERS))
 
 

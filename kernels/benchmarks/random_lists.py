@@ -28,12 +28,12 @@ class Shape(NamedTuple):
     head_dim: int
 
 
-def random_lists(shape: Shape, share: float, recipe: str, device) -> SkipState:
+def random_lists(shape: Shape, share: float, recipe: str, device, compensates: bool = False) -> SkipState:
     """Return lists that leave out a share of the key tiles at random.
 
     The share holds for every query tile. The first key tile is always visited. The lists stay the same in all calls.
     """
-    lists = new_skip_state(*shape, device, recipe=recipe, limit=0.5, every=EVERY)
+    lists = new_skip_state(*shape, device, recipe=recipe, limit=0.5, every=EVERY, compensates=compensates)
     tiles = -(-shape.seq_kv // lists.block_k)
     generator = torch.Generator(device).manual_seed(0)
     order = torch.rand(*lists.lists.shape[:3], tiles - 1, generator=generator, device=device).argsort(-1)
@@ -46,6 +46,8 @@ def random_lists(shape: Shape, share: float, recipe: str, device) -> SkipState:
 def attend_listed(q, k, v, lists: SkipState, first: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     """Return attention of the query rows from `first` on to the keys that are not skipped, in `dtype`.
 
+    With compensation a skipped tile is one key and value, their means, of the weight of all keys in it.
+
     Args: q [B, S_q, H, D], k and v [B, S_kv, H_kv, D].
     Returns: [B, S_q - first, H, D] in dtype.
     """
@@ -55,11 +57,19 @@ def attend_listed(q, k, v, lists: SkipState, first: int = 0, dtype: torch.dtype 
     out = torch.empty(batch, seq_q - first, heads, head_dim, dtype=dtype, device=q.device)
     for b, h in ((b, h) for b in range(batch) for h in range(heads)):
         keys, values = (x[b, :, h // group].to(dtype) for x in (k, v))
+        if lists.compensates:
+            means = [torch.stack([y.mean(0) for y in x.split(lists.block_k)]) for x in (keys, values)]
+            number = torch.tensor([len(y) for y in keys.split(lists.block_k)], dtype=dtype, device=q.device)
         for start in range(first, seq_q, ROWS_AT_ONCE):
             rows = torch.arange(start, min(start + ROWS_AT_ONCE, seq_q), device=q.device)
             scores = q[b, rows, h].to(dtype) @ keys.T * head_dim**-0.5
             hidden = skipped[b, h, rows // lists.block_q].repeat_interleave(lists.block_k, -1)[:, :seq_kv]
-            out[b, rows - first, h] = scores.masked_fill_(hidden, -math.inf).softmax(-1) @ values
+            scores, seen = scores.masked_fill_(hidden, -math.inf), values
+            if lists.compensates:
+                of_means = q[b, rows, h].to(dtype) @ means[0].T * head_dim**-0.5 + number.log()
+                of_means.masked_fill_(~skipped[b, h, rows // lists.block_q], -math.inf)
+                scores, seen = torch.cat([scores, of_means], -1), torch.cat([values, means[1]])
+            out[b, rows - first, h] = scores.softmax(-1) @ seen
     return out
 
 

@@ -74,7 +74,7 @@ def lists_of_layers(config, sites: list[Site], device: torch.device) -> SkipList
     limits = [config.of_layer("skip_limit", site.name.partition("#")[0]) for site in sites]
     return SkipLists(
         len(sites), device, limit=limits, borders=skip.noise, every=skip.every, first_steps=skip.first_steps,
-        last_steps=skip.last_steps,
+        last_steps=skip.last_steps, compensates=skip.compensate,
     )  # fmt: skip
 
 

@@ -15,14 +15,17 @@ pytest.importorskip("triton")
 RECIPES = ("qk_int8_pv_bf16", "qk_int8_pv_fp8")
 
 
-@pytest.mark.parametrize(("share", "recipe"), [(0.0, RECIPES[0]), (0.5, RECIPES[0]), (0.5, RECIPES[1])])
-def test_random_lists_are_what_is_visited(bench, share, recipe):
+@pytest.mark.parametrize(
+    ("share", "recipe", "compensates"),
+    [(0.0, RECIPES[0], False), (0.5, RECIPES[0], False), (0.5, RECIPES[0], True), (0.5, RECIPES[1], False)],
+)
+def test_random_lists_are_what_is_visited(bench, share, recipe, compensates):
     case = bench.Case("small", 1, 300, 1200, 2, 1, 32)
     generator = torch.Generator().manual_seed(0)
     q, k, v = (
         torch.randn(1, s, h, 32, generator=generator) for s, h in ((300, 2), (1200, 1), (1200, 1))
     )  # fmt: skip
-    lists = bench.random_lists(bench.Shape(1, 2, 300, 1200, 32), share, recipe, "cpu")
+    lists = bench.random_lists(bench.Shape(1, 2, 300, 1200, 32), share, recipe, "cpu", compensates)
     before = lists.lists.clone()
     run = bench.calling(case, lists, recipe, q, k, v)
     out = run(q, k, v)
@@ -74,10 +77,10 @@ def test_what_is_asked_of_most_has_its_rows_first_and_cudnn_has_one(bench, monke
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     assert bench.run_case(case, False) == []
+    beside = ["torch_sdpa_cudnn", "sage_kernels", "/skip50", "/skip50_compensated", "/skip0"]
     rest = [(suffix, recipe) for recipe in RECIPES for suffix in ("/skip75", "/measuring", "/measuring_all")]
     assert events == [
-        *RECIPES, ("torch_sdpa_cudnn", ""),
-        *((name, recipe) for recipe in RECIPES for name in ("sage_kernels", "/skip50", "/skip0")), *rest,
+        *(recipe for recipe in RECIPES for _ in range(2)), ("torch_sdpa_cudnn", ""),
+        *((name, recipe) for recipe in RECIPES for name in beside[1:]), *rest,
     ]  # fmt: skip
-    beside = ["torch_sdpa_cudnn", "sage_kernels", "/skip50", "/skip0"]
     assert timed == [beside, beside, ["torch_sdpa_cudnn", *(suffix for suffix, _ in rest)]]

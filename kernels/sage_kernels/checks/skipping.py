@@ -40,6 +40,8 @@ def check_skip(
         value = getattr(skip, name)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"skip.{name}: got {value!r}, expected an int >= 1")
+    if not isinstance(skip.compensates, bool):
+        raise ValueError(f"skip.compensates: got {skip.compensates!r}, expected True or False")
     batch, seq_q, heads, _ = q.shape
     shape = list_shape(batch, heads, seq_q, k.shape[1], skip.block_q, skip.block_k)
     wanted = {

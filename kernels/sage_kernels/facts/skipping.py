@@ -22,6 +22,8 @@ LEVELS, LARGEST_LEVEL = 4, 255
 # Room for fp32's error in a share: scores below 2^12 (base 2) are rounded to 2^-13, which moves an exponential by
 # 2^-13.5, and the sums of both loops add a few 2^-24 a term.
 SHARE_SLACK = 1 + 2.0**-10
+# Part of a tile's mean weight that counts as compensated: the rest is room for the rounding of mean keys to fp16.
+TRUSTED = 1 - 2.0**-7
 # Share of the limit that new lists may use.
 FILL = 0.5
 # Share given to the tiles of a row with NaN: it is too large for any list.
@@ -53,6 +55,8 @@ class SkipState(NamedTuple):
         totals: int64 [8], incremented: see TOTAL_TILES and following.
         every: each tile of query rows is measured at least once in so many steps, one tile of each head in every step.
         block_q, block_k: query rows and keys of a tile, of the kernel that reads the lists.
+        compensates: a skipped tile stands in its rows' softmax as its mean key and mean value. What a row then loses
+            is the probability that this moves to other keys.
     """
 
     lists: torch.Tensor
@@ -65,6 +69,7 @@ class SkipState(NamedTuple):
     every: int
     block_q: int
     block_k: int
+    compensates: bool = False
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -93,7 +98,7 @@ def list_bytes(batch: int, heads: int, seq_q: int, seq_kv: int, block_q: int, bl
 
 def empty_lists(
     batch: int, heads: int, seq_q: int, seq_kv: int, block: tuple[int, int], *, every: int, now: torch.Tensor,
-    limit: torch.Tensor, totals: torch.Tensor,
+    limit: torch.Tensor, totals: torch.Tensor, compensates: bool = False,
 ) -> SkipState:  # fmt: skip
     """Make lists that skip nothing, on the device of `now`: the first call then measures all tiles."""
     shape, device = list_shape(batch, heads, seq_q, seq_kv, *block), now.device
@@ -104,6 +109,7 @@ def empty_lists(
         bound=torch.zeros(shape[:3], dtype=torch.float32, device=device),
         alarms=torch.zeros(2, *shape[:2], dtype=torch.int32, device=device),
         clock=clock, now=now, limit=limit, totals=totals, every=every, block_q=block[0], block_k=block[1],
+        compensates=compensates,
     )  # fmt: skip
 
 

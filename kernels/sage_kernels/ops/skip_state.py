@@ -26,7 +26,7 @@ def skip_block(device: torch.device, head_dim: int, recipe: str = DEFAULT_RECIPE
 
 def new_skip_state(
     batch: int, heads: int, seq_q: int, seq_kv: int, head_dim: int, device: torch.device | str, *,
-    recipe: str = DEFAULT_RECIPE, limit: float = 0.01, every: int = 8,
+    recipe: str = DEFAULT_RECIPE, limit: float = 0.01, every: int = 8, compensates: bool = False,
 ) -> SkipState:  # fmt: skip
     """Make empty lists of key tiles to skip, for calls of one attention call site and shape.
 
@@ -38,6 +38,8 @@ def new_skip_state(
         recipe: of the calls.
         limit: largest share of a row's probability that its list may leave out, 0 <= limit < 1.
         every: each tile of query rows is measured again at least once in so many steps, >= 1.
+        compensates: a skipped tile stands in the softmax as its mean key and value. Then limit is the largest share
+            that this may move to other keys.
     Raises: ValueError for numbers out of range; NotImplementedError where the device can't run the recipe.
     """
     if not 0 <= limit < 1:
@@ -46,7 +48,7 @@ def new_skip_state(
         raise ValueError(f"every: got {every}, expected at least 1")
     device = torch.device(device)
     return empty_lists(
-        batch, heads, seq_q, seq_kv, skip_block(device, head_dim, recipe), every=every,
+        batch, heads, seq_q, seq_kv, skip_block(device, head_dim, recipe), every=every, compensates=compensates,
         now=torch.zeros((), dtype=torch.int32, device=device),
         limit=torch.full((), float(limit), dtype=torch.float32, device=device),
         totals=torch.zeros(TOTAL_FIELDS, dtype=torch.int64, device=device),

@@ -32,6 +32,7 @@ class CallKind(NamedTuple):
         recipe, scaling, rotation: as of `sage_attention`; scaling "planned": with a state.
         keeps_rows: with "planned" and 8-bit P: later calls keep row maxima, and then begin from kept ones.
         skips: later calls have lists of key tiles; only with "planned" and without masks.
+        compensates: of these lists.
         causal: "", "top_left" or "bottom_right".
         by_key: dtype of a mask of keys; None: without one.
         tokens: numbers of queries and keys, one of each length that has kernels of its own.
@@ -44,6 +45,7 @@ class CallKind(NamedTuple):
     rotation: str = "none"
     keeps_rows: bool = False
     skips: bool = False
+    compensates: bool = False
     causal: str = ""
     by_key: torch.dtype | None = None
     tokens: tuple[int, ...] = (LONG, SHORT)
@@ -175,12 +177,14 @@ def _calls(kind: CallKind, device: torch.device) -> Iterator[Callable]:
                 state = new_head_state(1, kind.head_dim, device) if kind.scaling == "planned" else None
                 if state is not None and known is not None:
                     state = state.keeping(torch.empty(1, 1, tokens, dtype=torch.float32, device=device), known)
+                lists = None
+                if skipping:
+                    shape = (1, 1, tokens, tokens, kind.head_dim, device)
+                    lists = new_skip_state(*shape, recipe=kind.recipe, compensates=kind.compensates)
                 launch_attention_fwd(
                     q, q, q, scale=1.0, scaling=kind.scaling, smooth_k=smooth_k, state=state, return_lse=False,
                     recipe=kind.recipe, rotation=kind.rotation, masking=_masking(kind, tokens, device),
-                    skip=new_skip_state(1, 1, tokens, tokens, kind.head_dim, device, recipe=kind.recipe)
-                    if skipping
-                    else None,
+                    skip=lists,
                 )  # fmt: skip
 
             yield call

@@ -44,18 +44,19 @@ class SkipLists:
         every: each tile of query rows is measured at least once in so many steps.
         first_steps, last_steps: number of steps without lists at the start and at the end of a run.
         memory: bytes that may be kept in all.
+        compensates: of SkipState.
     """
 
     def __init__(
         self, sites: int, device: torch.device | str, *, limit: float | Sequence[float | tuple[float, ...]],
         every: int, first_steps: int = 0, last_steps: int = 0, memory: int = LIMIT_BYTES,
-        borders: Sequence[float] = (),
+        borders: Sequence[float] = (), compensates: bool = False,
     ) -> None:  # fmt: skip
         of_sites = [limit] * sites if isinstance(limit, (int, float)) else limit
         ranges = len(borders) + 1
         self.limits = [x if isinstance(x, tuple) else (float(x),) * ranges for x in of_sites]
         self._sites, self.borders, self.every, self.memory = sites, tuple(borders), every, memory
-        self.first_steps, self.last_steps = first_steps, last_steps
+        self.first_steps, self.last_steps, self.compensates = first_steps, last_steps, compensates
         self.reasons: list[dict[str, int]] = [{} for _ in range(sites)]
         self._is_followed = False
         self._allocate(torch.device(device))
@@ -125,6 +126,7 @@ class SkipLists:
                     now=self.now,
                     limit=self.limit_of_step[site, 0],
                     totals=self.totals[site],
+                    compensates=self.compensates,
                 )
             self.nbytes += nbytes
         self._used.add(key)

@@ -27,7 +27,7 @@ from ..facts.skipping import SkipState
 from ..facts.state import HeadState, keeps_row_max, reads_row_max
 from .plan import known_heads, plan_fits, planned_vectors, record_step, record_values
 from .quantize import ref_pre_balance, ref_quantize, ref_rotate
-from .skipping import ref_skip_tiles
+from .skipping import ref_compensate, ref_pool, ref_skip_tiles
 
 
 # fp32 scores held at a time: few enough for a CPU's cache, many enough for few launches on a GPU
@@ -113,6 +113,7 @@ def ref_attention(
     if counts is not None:
         x_k = torch.where(counts[..., None], x_k, 0.0)
     v_scale = v_center = None
+    means_of = vf
     if is_int8:
         quantize = quantize_centered_values if own.pv == "int8" else quantize_tensor_values
         vf, v_scale, v_center = quantize(vf, seen, counts)
@@ -135,6 +136,7 @@ def ref_attention(
     out = torch.empty(batch, seq_q, heads, head_dim, dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, seq_q, heads, dtype=torch.float32, device=q.device)
     repeat = heads // kv_heads
+    in_16_bit = pv_dtype(q.dtype) if round_p else None
     step = rows_at_a_time(q.device, seq_kv)
     lagged, keeps_max = (own.keeps_rows and f(state, masking) for f in (reads_row_max, keeps_row_max))
     if lagged:  # decided for whole tiles of query rows
@@ -142,6 +144,9 @@ def ref_attention(
     for b in range(batch):
         for h in range(heads):
             kv = h // repeat
+            pooled = None
+            if skip is not None and skip.compensates:
+                pooled = ref_pool(k_int[b, kv], k_scale[b, kv], means_of[b, kv], block_k, in_16_bit)
             for start in range(0, seq_q, step):
                 places = torch.arange(start, min(start + step, seq_q), device=q.device)
                 part = slice(start, start + step)
@@ -180,6 +185,12 @@ def ref_attention(
                 elif v_scale is not None:
                     # the rounding of P may push a mean of finite values beyond the largest number
                     o = (o * v_scale[b, kv]).clamp(-torch.finfo(q.dtype).max, torch.finfo(q.dtype).max)
+                if pooled is not None and skipped is not None:
+                    o, log_sum = ref_compensate(
+                        o.to(q.dtype).float(), (log_sum - shift) * LOG2_E, q_int[b, h, part], row_scale[b, h, part],
+                        pooled, skipped[b, h, places // block_q], in_16_bit,
+                    )  # fmt: skip
+                    log_sum = log_sum / LOG2_E + shift
                 out[b, part, h] = o.to(q.dtype)
                 lse[b, part, h] = log_sum[:, 0]
     return out, lse

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from ..facts import skipping as fields
@@ -37,7 +39,7 @@ def ref_skip_tiles(q_int, row_scale, k_int, k_scale, skip: SkipState) -> torch.T
                 rows = slice(m * skip.block_q, (m + 1) * skip.block_q)
                 scores = q_int[b, h, rows] @ k_int[b, h // repeat].T
                 scores = scores * (row_scale[b, h, rows] * k_scale[b, h // repeat].T)
-                shares = ref_shares(scores, skip.block_k)
+                shares = ref_shares(scores, skip.block_k, skip.compensates)
                 if not void:
                     alarm |= _measure(shares, skipped[b, h, m], limit, skip.totals)
                 skipped[b, h, m], skip.bound[b, h, m] = ref_list(shares, limit)
@@ -58,12 +60,73 @@ def ref_skip_tiles(q_int, row_scale, k_int, k_scale, skip: SkipState) -> torch.T
     return skipped
 
 
-def ref_shares(scores: torch.Tensor, block_k: int) -> torch.Tensor:
-    """Share of a row's probability in each key tile, fp32 [R, tiles]. scores [R, S_kv], base 2."""
+def ref_shares(scores: torch.Tensor, block_k: int, compensates: bool = False) -> torch.Tensor:
+    """Share of a row's probability in each key tile, fp32 [R, tiles]. scores [R, S_kv], base 2.
+
+    compensates: only what lies above the weight of the tile's mean key.
+    """
     top = scores.amax(-1, keepdim=True)
     lse = top + torch.log2(torch.exp2(scores - top).sum(-1, keepdim=True))
-    p = torch.nn.functional.pad(torch.exp2(scores - lse), (0, -scores.shape[-1] % block_k))
-    return torch.where(lse.isfinite(), p.unflatten(-1, (-1, block_k)).sum(-1), fields.NO_SHARE)
+    p = by_tile(torch.exp2(scores - lse), block_k)
+    if compensates:
+        mean = by_tile(scores, block_k).sum(-1, keepdim=True) / keys_of_tiles(scores.shape[-1], block_k)[:, None]
+        p = (p - torch.exp2(mean - lse[..., None]) * fields.TRUSTED).clamp_min(0.0)
+    return torch.where(lse.isfinite(), p.sum(-1), fields.NO_SHARE)
+
+
+def by_tile(x: torch.Tensor, block_k: int) -> torch.Tensor:
+    """Split [..., S_kv] to [..., tiles, block_k], zeros behind the last key."""
+    return torch.nn.functional.pad(x, (0, -x.shape[-1] % block_k)).unflatten(-1, (-1, block_k))
+
+
+def keys_of_tiles(seq_kv: int, block_k: int) -> torch.Tensor:
+    """Number of keys in each tile, fp32 [tiles]."""
+    return by_tile(torch.ones(seq_kv), block_k).sum(-1)
+
+
+class Pooled(NamedTuple):
+    """Key tiles of a head as one key each: mean codes and values [tiles, D], scales, key counts."""
+
+    codes: torch.Tensor
+    values: torch.Tensor
+    scales: torch.Tensor
+    keys: torch.Tensor
+
+
+def ref_pool(k_int, k_scale, v, block_k: int, round_to: torch.dtype | None) -> Pooled:
+    """Average a head's codes [S_kv, D] and values [S_kv, D] by tile of keys.
+
+    k_scale: [S_kv, 1]. round_to: type of the mean values, those of the codes are then fp16; None: all in fp32.
+    """
+    keys = keys_of_tiles(k_int.shape[0], block_k).to(v.device)
+    codes, values = (by_tile(x.float().T, block_k).sum(-1).T / keys[:, None] for x in (k_int, v))
+    if round_to is not None:
+        codes, values = codes.half().float(), values.to(round_to).float()
+    return Pooled(codes, values, k_scale[::block_k, 0], keys)
+
+
+def ref_compensate(out, lse, q_int, row_scale, pooled: Pooled, skipped, round_to: torch.dtype | None):
+    """Add the pooled keys of skipped tiles to the finished rows of a head. Returns out, lse.
+
+    Args:
+        out, lse: fp32 [R, D] and [R, 1], base 2, of the visited tiles.
+        q_int, row_scale: [R, D] and [R, 1] as of `ref_skip_tiles`.
+        skipped: bool [R, tiles].
+        round_to: type of P; None: fp32.
+    """
+    scores = (q_int @ pooled.codes.T) * (row_scale * pooled.scales) + torch.log2(pooled.keys)
+    scores = torch.where(skipped, scores, -torch.inf)
+    top = scores.amax(-1, keepdim=True)
+    new_top = torch.maximum(top, lse)
+    safe = torch.where(new_top == -torch.inf, 0.0, new_top)
+    p = torch.exp2(scores - torch.where(top == -torch.inf, 0.0, top))
+    rescale, weight = torch.exp2(top - safe), torch.exp2(lse - safe)
+    total = p.sum(-1, keepdim=True) * rescale + weight
+    p = p if round_to is None else p.to(round_to).float()
+    # values of tiles that are visited may hold anything
+    values = torch.where(skipped.any(0)[:, None], pooled.values, 0.0)
+    out = torch.where(total == 0, 0.0, ((p @ values) * rescale + out * weight) / total)
+    return out, new_top + torch.log2(total)
 
 
 def ref_levels(shares: torch.Tensor) -> torch.Tensor:

@@ -296,7 +296,7 @@ class ModelGraphs:
         if self._handle._probe is not None:
             return "probe"
         if self.denoiser.state is not None and self.denoiser.state.kept.skip_lists is not None:
-            return "skip"  # the host decides which tiles are measured in which step
+            return "skip"  # two calls of a step would replay one graph, and share its lists (kernels/NOTES.md)
         if not is_unobserved():
             return "observed"
         captures = self._captures

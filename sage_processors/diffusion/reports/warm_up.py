@@ -211,13 +211,15 @@ def _calls_of(denoiser, device: torch.device, all_steps: bool, only_seen: bool) 
                 if kind.tokens:
                     told = all_steps or denoiser.follows_scheduler or denoiser.is_told
                     skips = site.skip_lists is not None and kind.by_key is None and not kind.causal
-                    yield layer, kind._replace(keeps_rows=site.keeps_rows and told, skips=skips)
+                    compensates = skips and site.skip_lists.compensates
+                    keeps = {"keeps_rows": site.keeps_rows and told, "skips": skips, "compensates": compensates}
+                    yield layer, kind._replace(**keeps)
 
 
 def _kinds_of(site: CallSite, layer, head_dim: int, planned: bool, device: torch.device):
     """Yield the kinds of calls of one call site, one for each rotation that they may have.
 
-    `keeps_rows` and `skips` are left at their defaults.
+    `keeps_rows`, `skips` and `compensates` are left at their defaults.
     """
     config = layer.own.config
     dtype, causal, by_key = site.seen_kind or (_dtype_of(layer.module), "", None)

@@ -24,7 +24,7 @@ from sage_kernels.facts.skipping import (
 from sage_kernels.ops.skip_state import skip_block
 from sage_kernels.planning.state import ScaleState, Site
 from sage_kernels.reference.attention import ref_attention
-from sage_kernels.reference.skipping import ref_levels, ref_list
+from sage_kernels.reference.skipping import ref_levels, ref_list, ref_shares
 from sage_kernels.testing import assert_matches_reference, make_qkv
 from tests.kernels.attention.attention_cases import FP8, runs_fp8, without_interpreter
 
@@ -54,12 +54,12 @@ def scores_of(family: str, seq_q: int, seq_kv: int, seed: int = 0, heads: int = 
 FAMILIES = ("random", "sorted", "sink", "clustered")
 
 
-def new_lists(shape, block, device, *, every=2, limit=0.2):
+def new_lists(shape, block, device, *, every=2, limit=0.2, compensates=False):
     """Empty lists of calls of a shape B, H, S_q, S_kv in tiles of this size."""
     now = torch.zeros((), dtype=torch.int32, device=device)
     totals = torch.zeros(TOTAL_FIELDS, dtype=torch.int64, device=device)
     limit = torch.full((), limit, device=device)
-    return empty_lists(*shape, block, every=every, now=now, limit=limit, totals=totals)
+    return empty_lists(*shape, block, every=every, now=now, limit=limit, totals=totals, compensates=compensates)
 
 
 def new_state(device="cpu"):
@@ -70,13 +70,13 @@ def new_state(device="cpu"):
 class Lists:
     """One call site on one implementation: its scales, its lists, and dense calls of the same scales."""
 
-    def __init__(self, attend, shape, *, limit=0.05, every=4, recipe=sage_kernels.DEFAULT_RECIPE, block=None):
+    def __init__(self, attend, shape, *, recipe=sage_kernels.DEFAULT_RECIPE, block=None, **options):
         """shape: B, H, S_q, S_kv. block: of a tile, where the implementation takes any."""
         self.attend, self.recipe = attend, recipe
         device = attend.device
         block = block or {"reference": (32, 32), "interpreter": (64, 64)}.get(attend.tier)
         block = block or skip_block(device, HEAD_DIM, recipe)
-        self.lists = new_lists(shape, block, device, every=every, limit=limit)
+        self.lists = new_lists(shape, block, device, **{"limit": 0.05, "every": 4, **options})
 
     def state(self):
         return new_state(self.attend.device)
@@ -127,12 +127,13 @@ def lengths(attend):
 # --- the bound ---
 
 
+@pytest.mark.parametrize("compensates", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_T20_no_row_loses_more_than_the_bound_of_its_list(family, attend):
+def test_T20_no_row_loses_more_than_the_bound_of_its_list(family, compensates, attend):
     """In the step that a list is made in, by the implementation's own log-sum-exps with and without the list."""
     q, k, v = scores_of(family, *lengths(attend), heads=1 if attend.tier == "interpreter" else HEADS)
     for limit in (0.02, 0.5) if attend.tier != "interpreter" else (0.2,):
-        holds_its_bound(site_of(attend, q, k, limit=limit), family, q, k, v)
+        holds_its_bound(site_of(attend, q, k, limit=limit, compensates=compensates), family, q, k, v)
 
 
 def holds_its_bound(site, family, q, k, v):
@@ -160,8 +161,9 @@ BLOCKS = ((192, 64), (128, 128), (128, 64), (128, 32), (64, 64), (32, 32))
 def test_T20_the_bound_holds_in_the_tiles_and_lengths_of_every_gpu(block, family):
     """The specification: what is asked of the kernels there can be met, and shows something."""
     q, k, v = scores_of(family, *LENGTHS["cuda"])
-    for limit in (0.02, 0.5):
-        holds_its_bound(site_of(Reference(), q, k, limit=limit, block=block), family, q, k, v)
+    for limit, compensates in ((0.02, False), (0.5, False), (0.5, True)):
+        site = site_of(Reference(), q, k, limit=limit, block=block, compensates=compensates)
+        holds_its_bound(site, family, q, k, v)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -204,12 +206,13 @@ def test_T21_the_memory_of_a_video_model_is_a_bit_a_pair_of_tiles():
 
 
 @pytest.mark.usefixtures("true_fp8")
+@pytest.mark.parametrize("compensates", [False, True])
 @pytest.mark.parametrize("recipe", [sage_kernels.DEFAULT_RECIPE, FP8])
-def test_outputs_are_those_of_the_visited_tiles(recipe, attend):
+def test_outputs_are_those_of_the_visited_tiles(recipe, compensates, attend):
     if attend.tier == "reference" or (recipe == FP8 and not runs_fp8(attend.tier)):
         pytest.skip("the reference is what it is held against; or a GPU without FP8")
     q, k, v = scores_of("clustered", *lengths(attend), heads=1)
-    site = site_of(attend, q, k, limit=0.3, recipe=recipe)
+    site = site_of(attend, q, k, limit=0.3, recipe=recipe, compensates=compensates)
     out, lse = site(q, k, v)
     assert site.skipped > 0.2
     lists = copied(site.lists)
@@ -260,14 +263,14 @@ def copied(lists):
     return own
 
 
-@pytest.mark.parametrize("cut", [False, True])
-def test_lists_over_steps_are_those_of_the_specification(cut, kernel_device, monkeypatch):
+@pytest.mark.parametrize(("cut", "compensates"), [(False, False), (True, False), (True, True)])
+def test_lists_over_steps_are_those_of_the_specification(cut, compensates, kernel_device, monkeypatch):
     from tests.kernels.attention.attention_cases import Attend
 
     kernels = Attend("cuda" if kernel_device.type == "cuda" else "interpreter", monkeypatch)
     seq_q, seq_kv = lengths(kernels)
     q, k, v = scores_of("clustered", seq_q, seq_kv, heads=1)
-    site = site_of(kernels, q, k, every=2, limit=0.1)
+    site = site_of(kernels, q, k, every=2, limit=0.1, compensates=compensates)
     given = copied(site.lists)
     for step in range(3):
         if cut and step == 2:
@@ -286,6 +289,55 @@ def test_lists_over_steps_are_those_of_the_specification(cut, kernel_device, mon
     assert mine["measured"] == theirs["measured"] > 0 and (mine["beyond"] > 0) == cut == (theirs["beyond"] > 0)
     assert mine["lost_max"] == pytest.approx(theirs["lost_max"], rel=0.05, abs=1e-6)
     assert mine["skipped_fraction"] == pytest.approx(theirs["skipped_fraction"], abs=0.01)
+
+
+# --- compensation ---
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_mean_keys_never_move_more_of_a_row_than_dropping_does(seed):
+    """For any scores and any list: half the distance of the rows' weights, fp64, is at most what dropping has; it is
+    at most what lists count; and the sum is never above the true one."""
+    generator = torch.Generator().manual_seed(seed)
+    rows, tiles, keys = 7, 12, 16
+    scores = (0.3, 2.0, 8.0, 30.0)[seed] * torch.randn(rows, tiles, keys, generator=generator, dtype=torch.float64)
+    scores[:, 0] = scores[:, 0, :1]  # a flat tile
+    skipped = torch.rand(tiles, generator=generator) < 0.5
+    skipped[0], skipped[1] = True, False
+    true = scores.flatten(1).softmax(-1)
+    means = scores.mean(-1, keepdim=True).expand_as(scores)
+    pooled = torch.where(skipped[:, None], means, scores).flatten(1)
+    dropped = torch.where(skipped[:, None], -torch.inf, scores).flatten(1)
+    assert (pooled.logsumexp(-1) <= scores.flatten(1).logsumexp(-1) + 1e-12).all()
+    moved, lost = ((x.softmax(-1) - true).abs().sum(-1) / 2 for x in (pooled, dropped))
+    assert (moved <= lost + 1e-12).all() and (moved < lost).any()
+    counted = ref_shares((scores / math.log(2)).flatten(1).float(), keys, compensates=True).double()
+    assert (moved <= counted[:, skipped].sum(-1) + 1e-5).all()
+
+
+@pytest.mark.parametrize("block", [(192, 64), (64, 32)])
+@pytest.mark.parametrize("family", (*FAMILIES, "needles"))
+def test_compensation_is_closer_to_the_truth_than_dropping_by_the_same_lists(family, block):
+    """Against fp64 attention to all keys: in the mean over rows, and in the worst row. "needles", against it: in each
+    tile a few keys have all the weight, and the mean value is of the others."""
+    q, k, v = scores_of("random" if family == "needles" else family, 300, 1130)
+    if family == "needles":
+        k[:, ::32] += 2 * torch.nn.functional.normalize(q.float().mean(1, keepdim=True)[:, :, :1], dim=-1).half()
+        v = (torch.where(torch.arange(1130) % 32 == 0, 1.0, -1.0)[None, :, None, None] + 0.1 * v).half()
+    scores = torch.einsum("qhd,kd->hqk", q[0].double(), k[0, :, 0].double()) * HEAD_DIM**-0.5
+    true = torch.einsum("hqk,kd->qhd", scores.softmax(-1), v[0, :, 0].double())
+    lists = new_lists((1, HEADS, 300, 1130), block, "cpu")
+    tiles = -(-1130 // block[1])
+    skipped = torch.rand(*lists.lists.shape[:3], tiles, generator=torch.Generator().manual_seed(0)) < 0.5
+    lists.lists.copy_(pack(skipped))
+    lists.clock[CLOCK_LAST] = lists.now  # no step since: the lists stay
+    errors = []
+    for compensates in (False, True):
+        of_kind = lists._replace(compensates=compensates)
+        out = sage_attention(q, k, v, state=new_state(), skip=of_kind)
+        errors.append((out[0].double() - true).norm(dim=-1))
+    dropped, compensated = errors
+    assert compensated.mean() <= dropped.mean() + 1e-4 and compensated.max() <= dropped.max() + 1e-3
 
 
 # --- over steps ---
@@ -405,6 +457,7 @@ WRONG = {
     "no tensor": (lambda lists: lists._replace(now=3), TypeError, "now"),
     "another device": (lambda lists: lists._replace(limit=lists.limit.to("meta")), ValueError, "limit"),
     "never measured": (lambda lists: lists._replace(every=0), ValueError, "every"),
+    "compensation of a kind": (lambda lists: lists._replace(compensates=1), ValueError, "compensates"),
     "tiles of nothing": (lambda lists: lists._replace(block_k=0), ValueError, "block_k"),
 }
 
@@ -477,7 +530,7 @@ def test_tiles_of_several_parts_are_measured_as_one(seq_q, kernel_device):
             queries, keys, None, scaling="planned", smooth_k=True, state=state, mask=MaskTiles(), return_center=False,
             block_n=64, width=64, rotation="none",
         )  # fmt: skip
-        found = launch_skip_tiles(queries, prepared, lists, kv_heads=1, seq_kv=330, scale=HEAD_DIM**-0.5, width=64)
+        found, _ = launch_skip_tiles(queries, prepared, lists, kv_heads=1, seq_kv=330, scale=HEAD_DIM**-0.5, width=64)
         ref_attention(q, k, v, state=new_state(), skip=given)
         lists.now.add_(1)
         given.now.add_(1)

@@ -21,8 +21,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler import compile as triton_compile
 
+from sage_kernels._triton.attention.compensate import _AT_ONCE, _compensate_kernel, _pool_tiles_kernel
 from sage_kernels._triton.attention.kernel import _attention_fwd_kernel
-from sage_kernels._triton.attention.skip_tiles import _ROWS as MEASURED_ROWS
+from sage_kernels._triton.attention.skip_tiles import ROWS as MEASURED_ROWS
 from sage_kernels._triton.attention.skip_tiles import _choose_tiles_kernel, _measure_tiles_kernel
 from sage_kernels._triton.attention.tiles import Tile, choose_tile, query_slice
 from sage_kernels._triton.decode.append_kv import _append_kv_kernel
@@ -286,16 +287,27 @@ def skipping(name: str, width: int = 128):
                 yield f"{name}/skipping_fp8/{width}/planned/{reference}", facts
         rows = min(MEASURED_ROWS, tile.block_m)
         constants = {"ROWS": rows, "PARTS": tile.block_m // rows, "BLOCK_N": tile.block_n}
-        types = dict.fromkeys(("lists_ptr", "alarms_ptr", "clock_ptr", "now_ptr", "due_ptr"), "*i32")
+        types = dict.fromkeys(("lists_ptr", "alarms_ptr", "clock_ptr", "now_ptr", "due_ptr", "left_out_ptr"), "*i32")
         types |= dict.fromkeys(("tiles_ptr", "numbers_ptr"), "*i32") | {"totals_ptr": "*i64", "levels_ptr": "*u8"}
         types |= {"q_ptr": "*bf16", "codes_ptr": "*i8"}
         measured = constants | {"HEAD_DIM": width, "WIDTH": width}
         warps = 4 if width <= 128 else 8
-        measuring = row("measure_tiles", _measure_tiles_kernel, name, measured, types, num_warps=warps)
-        yield f"{name}/measure_tiles/{width}/{pv}", measuring
-        chosen = constants | {"AT_ONCE": 64}
-        choosing = row("choose_tiles", _choose_tiles_kernel, name, chosen, types, num_warps=2)
-        yield f"{name}/choose_tiles/{width}/{pv}", choosing
+        for kind, compensates in (("", False), ("/compensated", True)):
+            extra = {"COMPENSATES": compensates}
+            measuring = row("measure_tiles", _measure_tiles_kernel, name, measured | extra, types, num_warps=warps)
+            yield f"{name}/measure_tiles/{width}/{pv}{kind}", measuring
+            chosen = constants | extra | {"AT_ONCE": 64}
+            choosing = row("choose_tiles", _choose_tiles_kernel, name, chosen, types, num_warps=2)
+            yield f"{name}/choose_tiles/{width}/{pv}{kind}", choosing
+        types |= {"keys_ptr": "*fp16"} | dict.fromkeys(("v_ptr", "values_ptr", "out_ptr"), "*bf16")
+        pooled = {"HEAD_DIM": width, "WIDTH": width, "BLOCK_N": tile.block_n}
+        yield (
+            f"{name}/pool_tiles/{width}/{pv}",
+            row("pool_tiles", _pool_tiles_kernel, name, pooled, types, num_warps=4),
+        )
+        compensated = measured | {"AT_ONCE": _AT_ONCE, "STAGES": 2}
+        facts = row("compensate", _compensate_kernel, name, compensated, types, num_warps=4)
+        yield f"{name}/compensate/{width}/{pv}", facts
 
 
 def _capability(name: str) -> int:

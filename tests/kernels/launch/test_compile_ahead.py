@@ -61,7 +61,8 @@ def launches(tokens, head_dim, recipe, causal, by_key, steps=6, skips=False):
     mask = torch.zeros(2, 1, 1, tokens, dtype=by_key) if by_key else None
     masking, _ = make_masking(mask, causal, None, 0.0, None, tokens, tokens)
     state.begin_run(1.0)
-    lists = [new_skip_state(2, 4, tokens, tokens, head_dim, CPU, recipe=recipe) if skips else None for _ in "ab"]
+    shape = (2, 4, tokens, tokens, head_dim, CPU)
+    lists = [new_skip_state(*shape, recipe=recipe, compensates=True) if skips else None for _ in "ab"]
     for step in range(steps):
         for site in range(2):
             of_site = state.head_state(site)
@@ -79,9 +80,10 @@ def launches(tokens, head_dim, recipe, causal, by_key, steps=6, skips=False):
 from sage_kernels._triton.attention.hopper.kernel import attention_fwd_hopper_kernel
 from sage_kernels._triton.prologue.plan_step import _plan_step_kernel
 from sage_kernels._triton.prologue.mask_tiles import _key_mask_kernel
+from sage_kernels._triton.attention.compensate import _compensate_kernel, _pool_tiles_kernel
 from sage_kernels._triton.attention.skip_tiles import _choose_tiles_kernel, _measure_tiles_kernel
 KERNELS = [attention_fwd_hopper_kernel, _plan_step_kernel, _key_mask_kernel, prologue._prologue_kernel]
-KERNELS += [_choose_tiles_kernel, _measure_tiles_kernel]
+KERNELS += [_choose_tiles_kernel, _measure_tiles_kernel, _compensate_kernel, _pool_tiles_kernel]
 numbers = {}
 for recipe in ("qk_int8_pv_bf16", "qk_int8_pv_fp8"):
     for tokens, head_dim, causal, by_key, skips in (
@@ -97,7 +99,7 @@ for recipe in ("qk_int8_pv_bf16", "qk_int8_pv_fp8"):
         forget()
         length = warm_up.LONG if tokens >= warm_up.LONG else warm_up.SHORT
         kind = warm_up.CallKind(torch.bfloat16, head_dim, recipe, keeps_rows=True, causal=causal, by_key=by_key,
-                                tokens=(length,), skips=skips)
+                                tokens=(length,), skips=skips, compensates=skips)
         started = warm_up.compile_ahead([kind], CPU, [closing(state)])
         started.wait()
         predicted = set(compiled)

@@ -19,6 +19,7 @@ from ..prologue.pre_balance import launch_pre_balance
 from ..prologue.prologue import Prepared, launch_prologue
 from ..prologue.rotate import launch_rotate
 from ..sequences import Packed, packed_arguments
+from .compensate import launch_compensate, launch_pool_tiles
 from .kernel import _attention_fwd_kernel
 from .skip_tiles import launch_skip_tiles
 from .tiles import Tile, choose_tail, choose_tile, query_slice
@@ -155,7 +156,9 @@ def launch_attention_fwd(
         v = v.to(pv_dtype(q.dtype))
     q, k, v = (x if x.stride(3) == 1 or head_dim == 1 else x.contiguous() for x in (q, k, v))
     out = buffer(batch, seq_q, heads, head_dim, dtype=q.dtype, device=q.device, returned=True)
-    lse = buffer(batch, seq_q, heads, device=q.device, returned=True) if return_lse else None
+    compensates = skip is not None and skip.compensates
+    has_lse = return_lse or compensates
+    lse = buffer(batch, seq_q, heads, device=q.device, returned=return_lse) if has_lse else None
     with torch.cuda.device_of(q):
         # which key tiles are visited, and how many programs share a query tile
         mask = launch_mask_tiles(
@@ -183,7 +186,7 @@ def launch_attention_fwd(
         # codes and scales
         # with a state also where no maxima are kept yet: one kernel serves both, and it takes seconds to compile
         return_center = (
-            return_lse or masking.sinks is not None or masking.softcap > 0 or (own.keeps_rows and state is not None)
+            has_lse or masking.sinks is not None or masking.softcap > 0 or (own.keeps_rows and state is not None)
         )
         prepared = launch_prologue(
             q, k, None if is_16_bit else v, scaling=scaling, smooth_k=smooth_k, state=state, mask=mask,
@@ -193,9 +196,11 @@ def launch_attention_fwd(
             qk=own.qk, pv=pv,
         )  # fmt: skip
         if skip is not None:
-            mask = launch_skip_tiles(
-                q, prepared, skip, kv_heads=kv_heads, seq_kv=seq_kv, scale=scale, width=width
-            )  # fmt: skip
+            lengths = {"seq_kv": seq_kv, "width": width}
+            of_scores = {"kv_heads": kv_heads, "scale": scale, **lengths}
+            if compensates:
+                pooled = launch_pool_tiles(v, prepared, block_n=skip.block_k, dtype=q.dtype, **lengths)
+            mask, left_out = launch_skip_tiles(q, prepared, skip, **of_scores)
         if not is_16_bit:
             v = prepared.values
         elif tile.kernel != "pointers":
@@ -215,7 +220,7 @@ def launch_attention_fwd(
             "WIDTH": width,
             "BLOCK_N": tile.block_n,
             "SCALING": scaling,
-            "RETURN_LSE": return_lse,
+            "RETURN_LSE": has_lse,
             "MASK": mask.kind,
             "HAS_BIAS": masking.mask is not None and masking.mask.dtype != torch.bool,
             "HAS_LEFT": masking.left != UNLIMITED,
@@ -234,7 +239,9 @@ def launch_attention_fwd(
         else:
             constants |= {"QK": own.qk, "SUMS_CODES": own.sums_codes}
             _launch_plain(tile, tiles, q, prepared, v, first, masking, mask, packed, sizes, constants)
-    return out, lse
+        if compensates:
+            launch_compensate(q, pooled, prepared, left_out, mask.numbers, out, lse, skip, **of_scores)
+    return out, lse if return_lse else None
 
 
 def _launch_hopper(tile: Tile, tiles: int, q, prepared: Prepared, v, first, masking, mask, parts, sizes, constants):

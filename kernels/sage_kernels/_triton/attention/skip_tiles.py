@@ -20,7 +20,7 @@ from ..prologue.prologue import Prepared
 from .operands import load_keys
 
 
-_ROWS = 64  # query rows of a program that measures; a query tile has one to three such parts
+ROWS = 64  # query rows of a program that measures or compensates; a query tile has one to three such parts
 _MOST_PARTS = tl.constexpr(4)
 _WORD = tl.constexpr(skipping.WORD)
 _LEVELS = tl.constexpr(skipping.LEVELS)
@@ -28,6 +28,7 @@ _LARGEST_LEVEL = tl.constexpr(skipping.LARGEST_LEVEL)
 _SHARE_SLACK = tl.constexpr(skipping.SHARE_SLACK)
 _FILL = tl.constexpr(skipping.FILL)
 _NO_SHARE = tl.constexpr(skipping.NO_SHARE)
+_TRUSTED = tl.constexpr(skipping.TRUSTED)
 _LAST = tl.constexpr(skipping.CLOCK_LAST)
 _GAP = tl.constexpr(skipping.CLOCK_GAP)
 _CALLS = tl.constexpr(skipping.CLOCK_CALLS)
@@ -51,12 +52,24 @@ def _scores(q_int, row_scale, codes, k_scales, tile, k_row, seq_kv, BLOCK_N: tl.
     return tl.where(inside[None, :], scores, float("-inf"))
 
 
+@triton.jit
+def quantize_rows(q_ptr, q_weight_ptr, b, h, kv_head_of_batch, offs_m, stride_qb, stride_qs, stride_qh, seq_q,
+                  softmax_scale, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
+    """Return rows of Q, their codes as in the attention kernel, and factors of base-2 scores."""
+    q_base = q_ptr + b.to(tl.int64) * stride_qb + h.to(tl.int64) * stride_qh
+    q = load_tokens(q_base, offs_m, stride_qs, seq_q, HEAD_DIM, WIDTH, True).to(tl.float32)
+    x = q * tl.load(q_weight_ptr + kv_head_of_batch * WIDTH + tl.arange(0, WIDTH))[None, :]
+    q_scale, inverse = dynamic_scale(tl.max(tl.abs(x), 1))
+    return q, round_to_int8(x * inverse[:, None]), (q_scale + nan_unless_finite(q, 1)) * softmax_scale
+
+
 @triton.jit(do_not_specialize=["seq_q", "seq_kv", "heads", "group", "m_tiles", "words", "every"])
 def _measure_tiles_kernel(
     q_ptr, codes_ptr, k_scale_ptr, q_weight_ptr, lists_ptr, alarms_ptr, clock_ptr, now_ptr, limit_ptr, due_ptr,
     levels_ptr, losses_ptr, stride_qb, stride_qs, stride_qh, seq_q, seq_kv, heads, group, m_tiles, words, every,
     softmax_scale,
     HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK_N: tl.constexpr,
+    COMPENSATES: tl.constexpr,
 ):  # fmt: skip
     """Measure the shares of all key tiles for ROWS query rows, if their query tile is due.
 
@@ -88,17 +101,12 @@ def _measure_tiles_kernel(
         tl.store(due_ptr + which, is_due.to(tl.int32))
     first_row = (m * PARTS + part) * ROWS
     if is_due & (first_row < seq_q):
-        # Q as the attention kernel quantises it
         offs_m = first_row + tl.arange(0, ROWS)
         is_row = offs_m < seq_q
-        channels = tl.arange(0, WIDTH)
-        q_base = q_ptr + b.to(tl.int64) * stride_qb + h.to(tl.int64) * stride_qh
-        q = load_tokens(q_base, offs_m, stride_qs, seq_q, HEAD_DIM, WIDTH, True).to(tl.float32)
-        x = q * tl.load(q_weight_ptr + kv_head_of_batch * WIDTH + channels)[None, :]
-        q_scale, inverse = dynamic_scale(tl.max(tl.abs(x), 1))
-        q_int = round_to_int8(x * inverse[:, None])
-        row_scale = (q_scale + nan_unless_finite(q, 1)) * softmax_scale
-
+        _, q_int, row_scale = quantize_rows(
+            q_ptr, q_weight_ptr, b, h, kv_head_of_batch, offs_m, stride_qb, stride_qs, stride_qh, seq_q,
+            softmax_scale, HEAD_DIM, WIDTH,
+        )  # fmt: skip
         k_row = kv_head_of_batch * n_tiles * BLOCK_N
         k_scales = k_scale_ptr + kv_head_of_batch * n_tiles
         top = tl.full([ROWS], float("-inf"), tl.float32)
@@ -115,7 +123,12 @@ def _measure_tiles_kernel(
         lost = tl.zeros([ROWS], tl.float32)
         for tile in range(n_tiles):
             scores = _scores(q_int, row_scale, codes_ptr, k_scales, tile, k_row, seq_kv, BLOCK_N, WIDTH)
-            share = tl.sum(tl.exp2(scores - lse[:, None]), 1)
+            weight = tl.exp2(scores - lse[:, None])
+            if COMPENSATES:  # only what lies above the weight of the tile's mean key
+                keys = tl.minimum(seq_kv - tile * BLOCK_N, BLOCK_N).to(tl.float32)
+                mean = tl.sum(tl.where(scores > float("-inf"), scores, 0.0), 1) / keys
+                weight = tl.maximum(weight - (tl.exp2(mean - lse) * _TRUSTED)[:, None], 0.0)
+            share = tl.sum(weight, 1)
             share = tl.where(is_row, tl.where(is_number, share, _NO_SHARE), 0.0)
             level = tl.floor(tl.log2(tl.max(share, 0) * _SHARE_SLACK) * -_LEVELS)
             level = tl.minimum(tl.maximum(level, 0.0), _LARGEST_LEVEL).to(tl.int32)
@@ -158,10 +171,13 @@ def _lost_from(least, levels_ptr, n_tiles, parts, PARTS: tl.constexpr, AT_ONCE: 
 @triton.jit(do_not_specialize=["seq_q", "seq_kv", "m_tiles", "words", "every"])
 def _choose_tiles_kernel(
     lists_ptr, bound_ptr, alarms_ptr, clock_ptr, now_ptr, limit_ptr, totals_ptr, due_ptr, levels_ptr, losses_ptr,
-    tiles_ptr, numbers_ptr, seq_q, seq_kv, m_tiles, words, every,
-    ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK_N: tl.constexpr, AT_ONCE: tl.constexpr,
+    tiles_ptr, numbers_ptr, left_out_ptr, seq_q, seq_kv, m_tiles, words, every,
+    ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK_N: tl.constexpr, AT_ONCE: tl.constexpr, COMPENSATES: tl.constexpr,
 ):  # fmt: skip
-    """Renew the list of one query tile if it is due, write its key tiles to visit, and count totals."""
+    """Renew the list of one query tile if it is due, write its key tiles to visit, and count totals.
+
+    With COMPENSATES it also writes the tiles that are left out, in order.
+    """
     which = tl.program_id(0)
     head_of_batch = which // m_tiles
     m = which % m_tiles
@@ -183,6 +199,7 @@ def _choose_tiles_kernel(
     lists_ptr += which.to(tl.int64) * words
     levels_ptr += which.to(tl.int64) * PARTS * n_tiles
     tiles_ptr += which.to(tl.int64) * n_tiles
+    left_out_ptr += which.to(tl.int64) * n_tiles
     parts = tl.minimum(tl.cdiv(seq_q - m * PARTS * ROWS, ROWS), PARTS)
 
     # bisection: the smallest level from which on all key tiles together are within the limit
@@ -201,6 +218,7 @@ def _choose_tiles_kernel(
     is_kept = ((is_void | is_alarmed) == 0).to(tl.int32)
     full = 0
     partial = 0
+    left_out = 0
     for word in range(words):
         tile = word * _WORD + bit
         inside = (tile < n_tiles).to(tl.int32)
@@ -212,6 +230,10 @@ def _choose_tiles_kernel(
         is_any = inside & (1 - (skipped & is_used))
         is_full = ((tile + 1) * BLOCK_N <= seq_kv).to(tl.int32)
         full, partial = append_tiles(tiles_ptr, n_tiles, tile, is_any, is_full, full, partial)
+        if COMPENSATES:
+            is_left = inside & skipped & is_used
+            tl.store(left_out_ptr + left_out + tl.cumsum(is_left, 0) - 1, tile, mask=is_left != 0)
+            left_out += tl.sum(is_left, 0)
     close_list(tiles_ptr, numbers_ptr + which * 2, n_tiles, full, partial)
     tl.atomic_add(totals_ptr + _TILES, n_tiles.to(tl.int64), sem=RELAXED)
     tl.atomic_add(totals_ptr + _VISITED, (full + partial).to(tl.int64), sem=RELAXED)
@@ -231,30 +253,33 @@ def launch_skip_tiles(q, prepared: Prepared, skip: SkipState, *, kv_heads: int, 
         q: [B, S_q, H, D], the last stride 1.
         prepared: of the planned scaling, in tiles of skip.block_k keys.
 
-    Returns: MaskTiles of kind "tiles".
+    Returns: MaskTiles of kind "tiles", and int32 [lists, tiles] with the tiles left out if they are compensated.
     """
     batch, seq_q, heads, head_dim = q.shape
     device, n_tiles, (m_tiles, words) = q.device, -(-seq_kv // skip.block_k), skip.lists.shape[2:]
     lists = batch * heads * m_tiles
-    rows = min(_ROWS, skip.block_q)
+    rows = min(ROWS, skip.block_q)
     parts = skip.block_q // rows
     due = buffer(lists, dtype=torch.int32, device=device)
     levels = buffer(lists * parts, n_tiles, dtype=torch.uint8, device=device)
     losses = buffer(lists * parts, dtype=torch.float32, device=device)
     tiles = buffer(lists, n_tiles, dtype=torch.int32, device=device)
     numbers = buffer(lists, 2, dtype=torch.int32, device=device)
+    left_out = buffer(lists, n_tiles, dtype=torch.int32, device=device) if skip.compensates else None
     launch(
         _measure_tiles_kernel, lists * parts,
         q, prepared.codes, prepared.scale, prepared.q_weight, skip.lists, *skip.tensors[2:6], due,
         levels, losses, q.stride(0), q.stride(1), q.stride(2), seq_q, seq_kv, heads, heads // kv_heads, m_tiles, words,
         skip.every, float(scale) * LOG2_E,
-        HEAD_DIM=head_dim, WIDTH=width, ROWS=rows, PARTS=parts, BLOCK_N=skip.block_k,
+        HEAD_DIM=head_dim, WIDTH=width, ROWS=rows, PARTS=parts, BLOCK_N=skip.block_k, COMPENSATES=skip.compensates,
         num_warps=4 if width <= 128 else 8, enable_fp_fusion=False,
     )  # fmt: skip
     launch(
         _choose_tiles_kernel, lists,
-        skip.lists, skip.bound, *skip.tensors[2:], due, levels, losses, tiles, numbers, seq_q, seq_kv, m_tiles,
-        words, skip.every,
-        ROWS=rows, PARTS=parts, BLOCK_N=skip.block_k, AT_ONCE=64, num_warps=2, enable_fp_fusion=False,
+        skip.lists, skip.bound, *skip.tensors[2:], due, levels, losses, tiles, numbers,
+        tiles if left_out is None else left_out, seq_q, seq_kv, m_tiles, words, skip.every,
+        ROWS=rows, PARTS=parts, BLOCK_N=skip.block_k, AT_ONCE=64, COMPENSATES=skip.compensates,
+        num_warps=2, enable_fp_fusion=False,
     )  # fmt: skip
-    return MaskTiles("tiles", tiles=tiles, numbers=numbers, list_strides=(heads * m_tiles, m_tiles, 1))
+    mask = MaskTiles("tiles", tiles=tiles, numbers=numbers, list_strides=(heads * m_tiles, m_tiles, 1))
+    return mask, left_out
