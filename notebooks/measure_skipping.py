@@ -1,7 +1,7 @@
 """Measure skipped key tiles on tiny_wan's largest clips, with several limits and as calibrate chooses.
 
     python notebooks/measure_skipping.py --device cuda --clips 64 --steps 25 --work measured_skipping
-    … --drop --out dropped.csv        what is left out does not stand in the softmax as its mean
+    … --compensate --out compensated.csv                     what is left out stands in the softmax as its mean
     … --part switched                 beside the one above, so that it finds this part done
     … --device cpu --size small --clips 4 --steps 6 --batch 2 --search 2 --work probe --out probe.csv
 
@@ -116,7 +116,7 @@ def main() -> int:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--search", type=int, default=12, help="prompts for calibrate to search on, and as many fresh")
     parser.add_argument("--part", choices=("all", "switched"), default="all", help="switched: draw those, no table")
-    parser.add_argument("--drop", action="store_true", help="without compensation, in a --work of its own")
+    parser.add_argument("--compensate", action="store_true", help="in a --work of its own")
     parser.add_argument("--work", type=Path, required=True, help="folder of the unfinished parts")
     parser.add_argument("--out", type=Path, default=measure.HERE / "data" / "skipping.csv", help="the table")
     arguments = parser.parse_args()
@@ -125,7 +125,7 @@ def main() -> int:
     size = pipelines.call_arguments(measure_video.NAME) | measure_video.SIZES[arguments.size]
     real = measure_video.true_features(size, load_classifier())
     variants = {"dense": options()}
-    skips = {limit: {"limit": limit, "compensate": not arguments.drop} for limit in LIMITS}
+    skips = {limit: {"limit": limit, "compensate": arguments.compensate} for limit in LIMITS}
     variants |= {f"within {limit:g}": options(skip=skip) for limit, skip in skips.items()}
     table = []
     for switched in (False, True) if arguments.part == "all" else (True,):
@@ -136,7 +136,7 @@ def main() -> int:
             print(f"{measurement.name} {name}: {time.monotonic() - start:.0f} s", flush=True)
         if not switched:
             dense = measurement.sets(["dense"])[0].psnr_db.mean().item()
-            found = options(skip={"compensate": not arguments.drop})
+            found = options(skip={"compensate": arguments.compensate})
             config, promised = chosen(measurement, dense - LOSS_DB, arguments.search, arguments.work, found)
             variants["calibrated"] = config
             table += promised

@@ -154,8 +154,7 @@ class Skip:
             in `layers` may then give one limit for each range, the first for noise levels below the first border. A
             run that crosses a border measures all lists anew.
         first_steps, last_steps: this many steps at the ends of a run visit every tile, >= 0.
-        compensate: a tile that is left out stands in the softmax as its mean key and mean value. `limit` is then the
-            largest share of a row's probability that this moves to other keys. False: left out altogether.
+        compensate: a tile that is left out stands in the softmax as its mean key and mean value. False: it is dropped.
     Raises: TypeError or ValueError for a wrong type or value.
     """
 
@@ -164,7 +163,7 @@ class Skip:
     noise: tuple[float, ...] = ()
     first_steps: int = 2
     last_steps: int = 1
-    compensate: bool = True
+    compensate: bool = False
 
     def __post_init__(self) -> None:
         if not 0 < number("skip.limit", self.limit, "a share of probability, 0 < limit < 1") < 1:

@@ -22,8 +22,6 @@ LEVELS, LARGEST_LEVEL = 4, 255
 # Room for fp32's error in a share: scores below 2^12 (base 2) are rounded to 2^-13, which moves an exponential by
 # 2^-13.5, and the sums of both loops add a few 2^-24 a term.
 SHARE_SLACK = 1 + 2.0**-10
-# Part of a tile's mean weight that counts as compensated: the rest is room for the rounding of mean keys to fp16.
-TRUSTED = 1 - 2.0**-7
 # Share of the limit that new lists may use.
 FILL = 0.5
 # Share given to the tiles of a row with NaN: it is too large for any list.
@@ -55,8 +53,7 @@ class SkipState(NamedTuple):
         totals: int64 [8], incremented: see TOTAL_TILES and following.
         every: each tile of query rows is measured at least once in so many steps, one tile of each head in every step.
         block_q, block_k: query rows and keys of a tile, of the kernel that reads the lists.
-        compensates: a skipped tile stands in its rows' softmax as its mean key and mean value. What a row then loses
-            is the probability that this moves to other keys.
+        compensates: a skipped tile stands in its rows' softmax as its mean key and mean value.
     """
 
     lists: torch.Tensor

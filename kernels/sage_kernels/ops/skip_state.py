@@ -38,8 +38,7 @@ def new_skip_state(
         recipe: of the calls.
         limit: largest share of a row's probability that its list may leave out, 0 <= limit < 1.
         every: each tile of query rows is measured again at least once in so many steps, >= 1.
-        compensates: a skipped tile stands in the softmax as its mean key and value. Then limit is the largest share
-            that this may move to other keys.
+        compensates: a skipped tile stands in the softmax as its mean key and value.
     Raises: ValueError for numbers out of range; NotImplementedError where the device can't run the recipe.
     """
     if not 0 <= limit < 1:

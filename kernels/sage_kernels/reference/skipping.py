@@ -39,7 +39,7 @@ def ref_skip_tiles(q_int, row_scale, k_int, k_scale, skip: SkipState) -> torch.T
                 rows = slice(m * skip.block_q, (m + 1) * skip.block_q)
                 scores = q_int[b, h, rows] @ k_int[b, h // repeat].T
                 scores = scores * (row_scale[b, h, rows] * k_scale[b, h // repeat].T)
-                shares = ref_shares(scores, skip.block_k, skip.compensates)
+                shares = ref_shares(scores, skip.block_k)
                 if not void:
                     alarm |= _measure(shares, skipped[b, h, m], limit, skip.totals)
                 skipped[b, h, m], skip.bound[b, h, m] = ref_list(shares, limit)
@@ -60,28 +60,17 @@ def ref_skip_tiles(q_int, row_scale, k_int, k_scale, skip: SkipState) -> torch.T
     return skipped
 
 
-def ref_shares(scores: torch.Tensor, block_k: int, compensates: bool = False) -> torch.Tensor:
-    """Share of a row's probability in each key tile, fp32 [R, tiles]. scores [R, S_kv], base 2.
-
-    compensates: only what lies above the weight of the tile's mean key.
-    """
+def ref_shares(scores: torch.Tensor, block_k: int) -> torch.Tensor:
+    """Share of a row's probability in each key tile, fp32 [R, tiles]. scores [R, S_kv], base 2."""
     top = scores.amax(-1, keepdim=True)
     lse = top + torch.log2(torch.exp2(scores - top).sum(-1, keepdim=True))
-    p = by_tile(torch.exp2(scores - lse), block_k)
-    if compensates:
-        mean = by_tile(scores, block_k).sum(-1, keepdim=True) / keys_of_tiles(scores.shape[-1], block_k)[:, None]
-        p = (p - torch.exp2(mean - lse[..., None]) * fields.TRUSTED).clamp_min(0.0)
-    return torch.where(lse.isfinite(), p.sum(-1), fields.NO_SHARE)
+    share = by_tile(torch.exp2(scores - lse), block_k).sum(-1)
+    return torch.where(lse.isfinite(), share, fields.NO_SHARE)
 
 
 def by_tile(x: torch.Tensor, block_k: int) -> torch.Tensor:
     """Split [..., S_kv] to [..., tiles, block_k], zeros behind the last key."""
     return torch.nn.functional.pad(x, (0, -x.shape[-1] % block_k)).unflatten(-1, (-1, block_k))
-
-
-def keys_of_tiles(seq_kv: int, block_k: int) -> torch.Tensor:
-    """Number of keys in each tile, fp32 [tiles]."""
-    return by_tile(torch.ones(seq_kv), block_k).sum(-1)
 
 
 class Pooled(NamedTuple):
@@ -98,7 +87,7 @@ def ref_pool(k_int, k_scale, v, block_k: int, round_to: torch.dtype | None) -> P
 
     k_scale: [S_kv, 1]. round_to: type of the mean values, those of the codes are then fp16; None: all in fp32.
     """
-    keys = keys_of_tiles(k_int.shape[0], block_k).to(v.device)
+    keys = by_tile(torch.ones_like(k_scale[:, 0]), block_k).sum(-1)
     codes, values = (by_tile(x.float().T, block_k).sum(-1).T / keys[:, None] for x in (k_int, v))
     if round_to is not None:
         codes, values = codes.half().float(), values.to(round_to).float()

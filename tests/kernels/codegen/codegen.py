@@ -292,11 +292,10 @@ def skipping(name: str, width: int = 128):
         types |= {"q_ptr": "*bf16", "codes_ptr": "*i8"}
         measured = constants | {"HEAD_DIM": width, "WIDTH": width}
         warps = 4 if width <= 128 else 8
+        measuring = row("measure_tiles", _measure_tiles_kernel, name, measured, types, num_warps=warps)
+        yield f"{name}/measure_tiles/{width}/{pv}", measuring
         for kind, compensates in (("", False), ("/compensated", True)):
-            extra = {"COMPENSATES": compensates}
-            measuring = row("measure_tiles", _measure_tiles_kernel, name, measured | extra, types, num_warps=warps)
-            yield f"{name}/measure_tiles/{width}/{pv}{kind}", measuring
-            chosen = constants | extra | {"AT_ONCE": 64}
+            chosen = constants | {"AT_ONCE": 64, "COMPENSATES": compensates}
             choosing = row("choose_tiles", _choose_tiles_kernel, name, chosen, types, num_warps=2)
             yield f"{name}/choose_tiles/{width}/{pv}{kind}", choosing
         types |= {"keys_ptr": "*fp16"} | dict.fromkeys(("v_ptr", "values_ptr", "out_ptr"), "*bf16")

@@ -28,7 +28,6 @@ _LARGEST_LEVEL = tl.constexpr(skipping.LARGEST_LEVEL)
 _SHARE_SLACK = tl.constexpr(skipping.SHARE_SLACK)
 _FILL = tl.constexpr(skipping.FILL)
 _NO_SHARE = tl.constexpr(skipping.NO_SHARE)
-_TRUSTED = tl.constexpr(skipping.TRUSTED)
 _LAST = tl.constexpr(skipping.CLOCK_LAST)
 _GAP = tl.constexpr(skipping.CLOCK_GAP)
 _CALLS = tl.constexpr(skipping.CLOCK_CALLS)
@@ -69,7 +68,6 @@ def _measure_tiles_kernel(
     levels_ptr, losses_ptr, stride_qb, stride_qs, stride_qh, seq_q, seq_kv, heads, group, m_tiles, words, every,
     softmax_scale,
     HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK_N: tl.constexpr,
-    COMPENSATES: tl.constexpr,
 ):  # fmt: skip
     """Measure the shares of all key tiles for ROWS query rows, if their query tile is due.
 
@@ -123,12 +121,7 @@ def _measure_tiles_kernel(
         lost = tl.zeros([ROWS], tl.float32)
         for tile in range(n_tiles):
             scores = _scores(q_int, row_scale, codes_ptr, k_scales, tile, k_row, seq_kv, BLOCK_N, WIDTH)
-            weight = tl.exp2(scores - lse[:, None])
-            if COMPENSATES:  # only what lies above the weight of the tile's mean key
-                keys = tl.minimum(seq_kv - tile * BLOCK_N, BLOCK_N).to(tl.float32)
-                mean = tl.sum(tl.where(scores > float("-inf"), scores, 0.0), 1) / keys
-                weight = tl.maximum(weight - (tl.exp2(mean - lse) * _TRUSTED)[:, None], 0.0)
-            share = tl.sum(weight, 1)
+            share = tl.sum(tl.exp2(scores - lse[:, None]), 1)
             share = tl.where(is_row, tl.where(is_number, share, _NO_SHARE), 0.0)
             level = tl.floor(tl.log2(tl.max(share, 0) * _SHARE_SLACK) * -_LEVELS)
             level = tl.minimum(tl.maximum(level, 0.0), _LARGEST_LEVEL).to(tl.int32)
@@ -271,7 +264,7 @@ def launch_skip_tiles(q, prepared: Prepared, skip: SkipState, *, kv_heads: int, 
         q, prepared.codes, prepared.scale, prepared.q_weight, skip.lists, *skip.tensors[2:6], due,
         levels, losses, q.stride(0), q.stride(1), q.stride(2), seq_q, seq_kv, heads, heads // kv_heads, m_tiles, words,
         skip.every, float(scale) * LOG2_E,
-        HEAD_DIM=head_dim, WIDTH=width, ROWS=rows, PARTS=parts, BLOCK_N=skip.block_k, COMPENSATES=skip.compensates,
+        HEAD_DIM=head_dim, WIDTH=width, ROWS=rows, PARTS=parts, BLOCK_N=skip.block_k,
         num_warps=4 if width <= 128 else 8, enable_fp_fusion=False,
     )  # fmt: skip
     launch(
