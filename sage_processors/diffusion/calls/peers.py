@@ -67,7 +67,7 @@ class Peers:
 
 
 def parallel_of(layers: Iterable[Any]) -> Any:
-    """Return diffusers' ParallelConfig of a denoiser; None without context parallelism. layers: its Layers."""
+    """Return the ParallelConfig of a denoiser; None without context parallelism. layers: its Layers."""
     for layer in layers:
         found = getattr(layer.module.processor, "_parallel_config", None)
         if found is not None:

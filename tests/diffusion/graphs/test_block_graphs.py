@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import sage_processors as sp
-from sage_processors.diffusion.graphs import call_graphs, capture, comparison, model_graphs
+from sage_processors.diffusion.graphs import call_graphs, capture, comparison, model_graphs, places
 from sage_processors.diffusion.graphs.blocks import BlockCall, repeated_blocks
 from sage_processors.diffusion.graphs.model_graphs import WARM_UP
 from tests.support.cpu_graphs import Recorder, captures, options
@@ -216,7 +216,7 @@ STEPS = {  # name: what is replaced
     "comparison": (comparison, "_bits"),
     "room": (model_graphs.ModelGraphs, "has_room"),
     "capture": (Recorder, "__call__"),
-    "places": (model_graphs.ModelGraphs, "fill"),
+    "places": (places.Places, "fill"),
 }
 
 
