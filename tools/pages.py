@@ -11,14 +11,14 @@ from sage_processors.files.whole_file import write_whole
 from .headline import figures_markdown
 from .kernel_tables import cold_start, linear_rivals, linears, many_gpus, mixed, models, recipe_errors
 from .peer_tables import peer_models, peers, whole_pictures
-from .tables import launch_layers, results_markdown
+from .tables import results_markdown
 
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "kernels" / "benchmarks" / "results.csv"
 PAGES = (
     "README.md", "docs/index.md", "docs/guide.md", "docs/linears.md", "docs/recipes.md", "docs/results.md",
-    "docs/comparison.md", "docs/many_gpus.md", "kernels/NOTES.md",
+    "docs/comparison.md", "docs/many_gpus.md",
 )  # fmt: skip
 BEGIN = "<!-- {}:begin -->"  # markers around a section, with its name
 END = "<!-- {}:end -->"
@@ -39,7 +39,6 @@ def sections(rows: list[dict[str, str]]) -> dict[str, str]:
         "models": models(rows),
         "many_gpus": many_gpus(rows),
         "recipe_errors": recipe_errors(rows),
-        "layers": launch_layers([row for row in rows if row["suite"] == "end_to_end"]),
     }
 
 

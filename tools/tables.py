@@ -75,7 +75,7 @@ def _quality(rows: list[dict[str, str]]) -> str:
 
     psnr, sqnr = best_runs("psnr_db"), best_runs("attention_sqnr_db")
     if not psnr:
-        return "No rows yet: `sage-processors bench rules tiny_sd --csv kernels/benchmarks/results.csv`."
+        return "No rows yet: `python kernels/benchmarks/bench_rules.py tiny_sd`."
     lines = []
     for pipeline in sorted(psnr):
         (gpu, pictures), ways = psnr[pipeline]
@@ -202,37 +202,12 @@ def _with_spread(row: dict[str, str]) -> str:
     return row["median"] + (f" ({low:.1f} – {high:.1f})" if high > 1.25 * low else "")
 
 
-LAYERS = re.compile(r"(?P<model>.+)/(?P<variant>everything|without_\w+)$")  # rows of bench_launch_layers.py
+LAYERS = re.compile(r"(?P<model>.+)/(?P<variant>everything|without_\w+)$")  # in kernels/NOTES.md
 
 
 def is_layer_row(row: dict[str, str]) -> bool:
     """Return True for a row that measures a layer of the launch path, not a model's speed."""
     return LAYERS.match(row["case"]) is not None
-
-
-def launch_layers(rows: list[dict[str, str]]) -> str:
-    """Return a table of models with all layers of the launch path and without each, a line per run."""
-    runs: dict[tuple[str, ...], list[dict[str, str]]] = {}
-    for row in rows:
-        found_in = LAYERS.match(row["case"])
-        if found_in is None:
-            continue
-        model, variant = found_in.group("model", "variant")
-        of_model = runs.setdefault((model, row["commit"], row["gpu"], row["unit"]), [])
-        if not of_model or variant in of_model[-1]:  # a variant that comes again begins another run
-            of_model.append({})
-        of_model[-1][variant] = f"{float(row['median']):.1f} ({float(row['p20']):.1f} – {float(row['p80']):.1f})"
-    if not runs:
-        return "No rows yet: `python kernels/benchmarks/bench_launch_layers.py` on a machine with a GPU."
-    variants = list(dict.fromkeys(variant for found in runs.values() for run in found for variant in run))
-    lines = [
-        [model, commit, gpu, "tokens/s" if unit == "1/s" else unit, *(run.get(x, "–") for x in variants)]
-        for (model, commit, gpu, unit), found in runs.items()
-        for run in found
-    ]
-    note = "Eager calls in turns, median of the turns, in brackets the 20th and 80th percentile."
-    header = ["model", "commit", "on", "unit", *(x.replace("_", " ") for x in variants)]
-    return f"{note}\n\n{markdown_table(header, lines)}"
 
 
 def markdown_table(header: list[str], lines: list[list[str]]) -> str:

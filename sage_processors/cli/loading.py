@@ -18,12 +18,10 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_args
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from .. import pipelines
 from ..files.strict_json import plain_data
 from ..option_groups import IN_16_BIT, SCALINGS, RecipeName
-from ..reporting.layer_report import NOTHING_RAN
 from .checks import refusing
 
 
@@ -87,13 +85,6 @@ def own_dtype(device: torch.device) -> torch.dtype:
     import torch
 
     return torch.float32 if device.type == "cpu" else torch.bfloat16
-
-
-def refuse_idle(results) -> None:
-    """End the command if a variant ran nothing in INT8, as stock compared with itself is no measurement."""
-    idle = [result.name for result in results if result.recipe and not result.int8_calls]
-    if idle:
-        fail(f"no attention call of {', '.join(idle)} ran in INT8: nothing to record")
 
 
 def fail(message: str) -> NoReturn:
@@ -301,22 +292,3 @@ def steps_bar(label: str, total: int):
     with Progress(*columns, console=where, disable=console.quiet and not where.is_terminal) as progress:
         task = progress.add_task(label, total=total)
         yield lambda: progress.advance(task)
-
-
-def quality_table(label: str, results) -> Table:
-    """Return a table of PSNR, SSIM, attention's SQNR and calls, one row for each variant."""
-    table = Table(title=f"{label}: against stock attention, {len(results[0].psnr_db)} pictures", title_justify="left")
-    names = ("scaling", "PSNR mean, dB", "worst", "SSIM mean", "worst", "attention SQNR mean, dB", "worst batch")
-    for name in (*names, "INT8 calls", "16-bit calls"):
-        table.add_column(name, justify="left" if name == "scaling" else "right")
-    for result in results:
-        n = len(result.psnr_db)
-        psnr = (f"{sum(result.psnr_db) / n:.2f}", f"{min(result.psnr_db):.2f}")
-        ssim = (f"{sum(result.ssim) / n:.6f}", f"{min(result.ssim):.6f}")
-        sqnr = result.attention_sqnr_db
-        attention = (f"{sum(sqnr) / len(sqnr):.2f}", f"{min(sqnr):.2f}") if sqnr else ("–", "–")
-        if not result.is_ours:
-            psnr, ssim = (NOTHING_RAN, "–"), ("–", "–")
-        calls = (str(result.int8_calls), str(result.fallback_calls))
-        table.add_row(result.name, *psnr, *ssim, *attention, *calls)
-    return table

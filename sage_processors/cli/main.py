@@ -1,8 +1,7 @@
-"""Entry point of the command line, with the commands demo, report, doctor and bench attention."""
+"""Entry point of the command line, with the commands demo, report and doctor."""
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,7 +19,7 @@ from ..options import SageAttnProcessor
 from ..version import __version__
 from . import loading
 from .arguments import OneLineErrors
-from .calibrate import calibrate_policy, rules, transfer
+from .calibrate import calibrate_policy
 from .checks import check_names, check_picture, float32_settings_kept, save_picture
 from .loading import (
     RECIPES,
@@ -34,7 +33,6 @@ from .loading import (
     answer,
     console,
     example_prompts,
-    fail,
     load_skeleton,
     quality_data,
     steps_bar,
@@ -51,10 +49,8 @@ SLOW_REFERENCE = (
 NOTHING_YET = (
     "A forecast: nothing ran. Calls that fall back to 16 bit, such as short ones, are counted when they happen."
 )
-REPOSITORY = Path(__file__).resolve().parent.parent.parent  # of a checkout; an installed package has no benchmarks
 
 app = typer.Typer(cls=OneLineErrors, no_args_is_help=True, pretty_exceptions_enable=False)
-bench = typer.Typer(no_args_is_help=True, help="Measure the quality and speed of INT8 attention.")
 
 
 def main() -> None:
@@ -215,25 +211,10 @@ def doctor(
         raise typer.Exit(1)
 
 
-@bench.command("attention", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
-def bench_attention(context: typer.Context) -> None:
-    """Time the attention kernels. Needs a checkout of the repository.
-
-    All options are those of kernels/benchmarks/bench.py.
-    """
-    script = REPOSITORY / "kernels" / "benchmarks" / "bench.py"
-    if not script.is_file():
-        fail("the benchmark is not part of the installed package: clone the repository and run `make bench` there")
-    sys.exit(subprocess.run([sys.executable, str(script), *context.args], check=False).returncode)
-
-
 app.command("time")(time_model)
 app.command("rate")(rate)
 app.command("warm-up")(warm_up)
 app.command("calibrate")(calibrate_policy)
-app.add_typer(bench, name="bench")
-bench.command("rules")(rules)
-bench.command("transfer")(transfer)
 
 
 def _config(recipe: Any, scaling: Any) -> SageAttnProcessor:

@@ -2,15 +2,13 @@
 
 `feature_fd` needs no download. Its small classifier comes with sage-processors-demo, and was trained by
 examples/train_tiny_classifier.py on the same pictures as the embedded pipelines. Its numbers are called feature-FD,
-not FID, and can be compared only with each other. `fid` is the FID of the literature, for users with Inception's
-weights.
+not FID, and can be compared only with each other.
 """
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +22,6 @@ CLASSIFIER = "tiny_classifier"
 LABELS = {"shape": 8, "color": 9, "ground_color": 9, "pattern": 4, "size": 3}  # property of a picture -> classes
 CLASSIFIER_PIXELS = 64  # side of its input; other pictures are resized
 FEATURES = 32  # length of its feature vector
-INCEPTION_FEATURES = 2048
 GROUPS = 16  # of the jackknife
 
 
@@ -163,14 +160,13 @@ class FeatureDistance:
     """A Fréchet distance with its standard error.
 
     Attributes:
-        name: "feature-FD" or "FID". value: in squared units of the features.
+        value: in squared units of the features.
         standard_error: of value, by the grouped jackknife; nan if there are too few pictures to leave a group out.
         excess: value minus the value of the `baseline` pictures, with an interval from differences paired by group;
             None without a baseline.
         images, reference_images: numbers of pictures. features: length of the feature vectors.
     """
 
-    name: str
     value: float
     standard_error: float
     images: int
@@ -179,7 +175,7 @@ class FeatureDistance:
     excess: Interval | None = None
 
     def __str__(self):
-        return f"{self.name} {self.value:.4g} ± {self.standard_error:.2g}"
+        return f"feature-FD {self.value:.4g} ± {self.standard_error:.2g}"
 
 
 def distance_of_features(
@@ -187,7 +183,6 @@ def distance_of_features(
     reference: torch.Tensor,
     baseline: torch.Tensor | None = None,
     *,
-    name: str = "feature-FD",
     together: int = 1,
 ) -> FeatureDistance:
     """Return the Fréchet distance of features with a standard error.
@@ -196,7 +191,6 @@ def distance_of_features(
         found [N, D], reference [M, D]: features.
         baseline [N, D]: features of other pictures of the same seeds, row by row. The difference to them is known far
             better than either distance.
-        name: name of the result.
         together: number of consecutive rows that depend on each other, as the frames of a clip do. The jackknife
             leaves out all of them or none; otherwise the standard error would be too small. At least 1, divides N.
     Returns: FeatureDistance.
@@ -220,7 +214,7 @@ def distance_of_features(
         difference = value - frechet_distance(baseline, reference)
         spread = 1.96 * _jackknife_error(values - other)
         excess = Interval(difference, difference - spread, difference + spread)
-    return FeatureDistance(name, value, _jackknife_error(values), len(found), len(reference), found.shape[1], excess)
+    return FeatureDistance(value, _jackknife_error(values), len(found), len(reference), found.shape[1], excess)
 
 
 def _leave_out(units: int, together: int = 1) -> list[torch.Tensor]:
@@ -255,56 +249,9 @@ def feature_fd(
         baseline: [N, 3, H, W], pictures of the same prompts and seeds drawn another way. With it, the result has
             `excess`, the distance of `images` minus that of the baseline.
         model, batch: as for `features`.
-    Returns: FeatureDistance named "feature-FD". Raises: TypeError, ValueError, ImportError without safetensors.
+    Raises: TypeError, ValueError, ImportError without safetensors.
     """
     model = load_classifier(images.device if isinstance(images, torch.Tensor) else "cpu") if model is None else model
     found, other = features(images, model, batch=batch), features(reference, model, batch=batch)
     base = None if baseline is None else features(baseline, model, batch=batch)
     return distance_of_features(found, other, base)
-
-
-def fid(images: torch.Tensor, reference: torch.Tensor, *, weights: str | Path, batch: int = 64) -> FeatureDistance:
-    """Return the FID of the literature, on Inception v3's 2048 features from a local weights file.
-
-    Args:
-        images, reference: as for `feature_fd`, more than 2048 pictures each; they are rounded to 8 bits.
-        weights: path of torch-fidelity's file pt_inception-2015-12-05-6726825d.pth. Nothing is ever downloaded.
-        batch: pictures per call of Inception.
-    Returns: FeatureDistance named "FID".
-    Raises: ImportError without torchmetrics or torch-fidelity, ValueError without the file or for too few pictures.
-    """
-    path = Path(weights)
-    if not path.is_file():
-        raise ValueError(
-            f"weights: got {str(weights)!r}, expected the file pt_inception-2015-12-05-6726825d.pth of "
-            "torch-fidelity's releases; without it use feature_fd, which needs no download"
-        )
-    for name, pictures in (("images", images), ("reference", reference)):
-        check_images(pictures, name)
-        if len(pictures) <= INCEPTION_FEATURES:
-            raise ValueError(
-                f"{name}: got {len(pictures)} pictures, expected at least {INCEPTION_FEATURES + 1} for a covariance "
-                f"of {INCEPTION_FEATURES} features; for fewer use feature_fd"
-            )
-    try:
-        from torchmetrics.image.fid import FrechetInceptionDistance
-
-        inception = FrechetInceptionDistance(
-            feature=INCEPTION_FEATURES, feature_extractor_weights_path=str(path)
-        ).inception.to(images.device)
-    except ImportError as error:
-        raise missing_package("FID", "torch-fidelity", "torch-fidelity") from error
-    eight_bits = _EightBits(inception)
-    found, other = (features(pictures, eight_bits, batch=batch) for pictures in (images, reference))
-    return distance_of_features(found, other, name="FID")
-
-
-class _EightBits(nn.Module):
-    """Inception with input in [0, 1], which it gets as the 8-bit pixels it expects."""
-
-    def __init__(self, inception: nn.Module):
-        super().__init__()
-        self.inception = inception
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        return self.inception((images * 255).round().to(torch.uint8))

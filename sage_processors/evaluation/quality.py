@@ -24,7 +24,6 @@ PSNR_CEILING = 120.0
 # INT8 itself is measured, so it runs at lengths for which a GPU's table would choose 16 bit, as it would for all calls
 # of the embedded pipelines. Texts of 77 tokens run in 16 bit, as they do on every GPU.
 MIN_TOKENS = 128
-POLICY = "policy"  # name of a variant with the options that a calibration found
 WARM_UP_SEED = 2**20  # first seed of the unmeasured run, far from the measured ones
 
 
@@ -38,13 +37,11 @@ class Variant:
         warm: run once unmeasured, freeze the table of scales that this leaves, and start every batch from it
             ("timestep_adaptive" keeps its state from batch to batch instead). If False, every batch starts with a
             fresh state.
-        scales: a file of `handle.save_scales` to start every batch from, e.g. of a run with another scheduler.
     """
 
     name: str
     config: SageAttnProcessor
     warm: bool = False
-    scales: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -111,7 +108,7 @@ class Quality:
             mean = sum(values) / len(values)
             yield {**common, "metric": f"{metric}_mean", "unit": unit, "median": round(mean, digits)}
             yield {**common, "metric": f"{metric}_worst", "unit": unit, "median": round(min(values), digits)}
-        if self.name == POLICY or self.chosen_calls:
+        if self.chosen_calls:
             yield {**common, "metric": "int8_share", "unit": "1", "median": round(self.int8_share, 4)}
 
 
@@ -283,8 +280,6 @@ def evaluate(
             for part in batches:
                 if not variant.warm:
                     handle.reset()
-                if variant.scales is not None:
-                    handle.load_scales(variant.scales)
                 pictures.append(draw(part))
                 if watching is not None:
                     sqnr_db += [min(row["sqnr_db"], PSNR_CEILING) for row in watching.summary()]

@@ -28,6 +28,15 @@ PARAMETERS = {
 }
 
 
+# a denoiser and a language model
+SEVERAL = [
+    name
+    if name in ("flux_1024", "llama8b_prefill_512")
+    else pytest.param(name, marks=pytest.mark.slow("as the others"))
+    for name in PARAMETERS
+]
+
+
 @pytest.fixture(scope="module")
 def cases(bench):
     from model_cases import CASES
@@ -105,7 +114,7 @@ def test_models_are_the_published_ones():
     assert dict(zip(printed[::2], map(int, printed[1::2]), strict=True)) == PARAMETERS
 
 
-@pytest.mark.parametrize("name", PARAMETERS)
+@pytest.mark.parametrize("name", SEVERAL)
 def test_parameters_are_drawn_and_buffers_are_kept(name, bench, cases):
     """RoPE's tables are buffers: a model from the meta device alone would hold garbage there."""
     from model_cases import parameters_on_meta
@@ -133,7 +142,7 @@ def test_sizes_are_those_of_the_names(cases):
     assert thin.int8_calls() == 4 and thin.name == "flux_1024/layers2"
 
 
-@pytest.mark.parametrize("name", PARAMETERS)
+@pytest.mark.parametrize("name", SEVERAL)
 def test_rows_of_a_case(name, bench, rows_of, capsys):
     rows = rows_of("--case", name)
     assert {row["suite"] for row in rows} == {"end_to_end"} and {row["case"] for row in rows} == {f"{name}/tiny"}
@@ -250,7 +259,7 @@ def test_rounds_are_one_row_and_none_where_one_of_them_fails(fails_at, bench, sm
     assert len(measured) == 7 and medians(read_rows(path)) == wanted
 
 
-@pytest.mark.parametrize("name", PARAMETERS)
+@pytest.mark.parametrize("name", SEVERAL)
 def test_the_case_knows_its_largest_attention(name, small, bench, monkeypatch):
     """Sizes and number of the calls are those that reach the op."""
     warm_up = bench.WARM_UP
@@ -306,6 +315,7 @@ def test_Q41_short_calls_are_meant_to_be_exact_and_have_no_ratio(small, bench, t
     assert capsys.readouterr().out.count(" ms  no call ran in INT8") == 2
 
 
+@pytest.mark.slow("runs four models twice")
 def test_wrong_outputs_are_gated(small, bench):
     for name in PARAMETERS:
         one = small(name)

@@ -21,7 +21,9 @@ def test_the_suite_has_these_models(bench):
     assert tuple(bench.SUITE) == NAMES
 
 
-@pytest.mark.parametrize("name", NAMES[:11])
+@pytest.mark.parametrize(
+    "name", [NAMES[0], *(pytest.param(x, marks=pytest.mark.slow("one more model")) for x in NAMES[1:11])]
+)
 def test_a_model_of_the_suite_runs(bench, name):
     case = bench.SUITE[name].tiny()
     model = bench.make_model(case, torch.device("cpu"), torch.float32)

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from sage_kernels.results import COLUMNS, append_row
-from sage_processors.evaluation.metrics import Interval
 
 
 pytest.importorskip("matplotlib", reason="the notebooks extra is not installed")
@@ -174,32 +173,6 @@ def test_committed_figures_are_there():
     for name in FIGURES:
         file = ROOT / "kernels" / "benchmarks" / "figures" / f"{name}.png"
         assert Image.open(file).width > 300 and file.stat().st_size < 100_000
-
-
-def test_styles_differ():
-    styles = [tuple(drawing.style_of(i).items()) for i in range(96)]
-    assert len(set(styles)) == 96
-    assert len({drawing.style_of(i)["color"] for i in range(12)}) == 12
-
-
-def test_bars_and_save_refuse(tmp_path):
-    figure, axes = drawing.figure()
-    for labels, values in (([], []), (["a"], [1.0, 2.0])):
-        with pytest.raises(ValueError, match="values: got"):
-            drawing.bars(axes[0, 0], labels, values, unit="dB")
-    for path in (tmp_path / "a.jpg", tmp_path / "missing" / "a.png"):
-        with pytest.raises(ValueError, match=r"path: got .*expected a \.png or \.svg in a folder"):
-            drawing.save(figure, path)
-
-
-def test_the_callers_own_style_stays(tmp_path):
-    import matplotlib
-
-    before = dict(matplotlib.rcParams)
-    figure, axes = drawing.figure()
-    drawing.bars(axes[0, 0], ["a"], [Interval(1, 0.5, 2)], unit="dB")
-    drawing.save(figure, tmp_path / "a.png")
-    assert dict(matplotlib.rcParams) == before
 
 
 def test_missing_matplotlib_names_the_command(monkeypatch):

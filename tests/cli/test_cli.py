@@ -103,7 +103,7 @@ def test_demo_on_a_gpu(name, tmp_path):
         (["demo", "--output", "no/such/folder/x.png"], "no/such/folder does not exist"),
         (["demo", "--steps", "0"], "Invalid value for '--steps'"),
         (["report", "tests"], "folder tests has no model_index.json"),
-        (["bench", "rules", "--csv", "no/such/folder/x.csv"], "no/such/folder does not exist"),
+        (["rate", "tiny_sd", "--csv", "no/such/folder/x.csv"], "no/such/folder does not exist"),
     ],
 )
 def test_mistakes_get_a_message(arguments, message, monkeypatch):
@@ -134,18 +134,6 @@ def test_report_reads_the_folder_of_one_model():
 
 
 # --- bench ---
-
-
-def test_bench_attention_runs_the_checkouts_benchmark(tmp_path, monkeypatch):
-    monkeypatch.setattr(cli, "REPOSITORY", tmp_path)
-    assert "clone the repository" in invoke("bench", "attention", code=1)
-    script = tmp_path / "kernels" / "benchmarks" / "bench.py"
-    script.parent.mkdir(parents=True)
-    script.write_text(
-        f"import sys, pathlib; pathlib.Path({str(tmp_path / 'got')!r}).write_text(' '.join(sys.argv[1:])); sys.exit(3)"
-    )
-    invoke("bench", "attention", "--suite", "prologue", code=3)
-    assert (tmp_path / "got").read_text() == "--suite prologue"
 
 
 def test_prompts_of_clips_are_distinct_ones_that_tiny_wan_learnt(monkeypatch):

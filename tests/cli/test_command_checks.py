@@ -51,19 +51,14 @@ def nothing_loads(monkeypatch):
     monkeypatch.setattr(language, "load", loaded)
 
 
-CSV_COMMANDS = [["rate", "tiny_sd"], ["bench", "rules"], ["bench", "transfer"], ["calibrate", "--target-psnr", "40"]]
-
-
-@pytest.mark.parametrize("command", CSV_COMMANDS, ids=" ".join)
 @pytest.mark.parametrize(
     ("name", "words"),
     [("no/where.csv", "does not exist"), ("folder.csv", "no regular file"), ("other.csv", "got columns")],
 )
-def test_Q36_a_csv_that_takes_no_rows_is_refused_first(command, name, words, nothing_loads, tmp_path):
+def test_Q36_a_csv_that_takes_no_rows_is_refused_first(name, words, nothing_loads, tmp_path):
     (tmp_path / "folder.csv").mkdir()
     (tmp_path / "other.csv").write_text("a,b\n")
-    output = ["--output", tmp_path / "policy.json"] if command[0] == "calibrate" else []
-    code, said = invoke(*command, *output, "--csv", tmp_path / name)
+    code, said = invoke("rate", "tiny_sd", "--csv", tmp_path / name)
     assert code == 2 and words in said and "--csv" in said, said
     assert (tmp_path / "other.csv").read_text() == "a,b\n"
 
@@ -152,14 +147,6 @@ def test_Q37_calibrate_prints_before_it_saves(tmp_path, monkeypatch):
     )
 
 
-def test_Q37_bench_prints_before_it_appends(tmp_path, monkeypatch):
-    monkeypatch.setattr(quality, "append_results", full)
-    code, said = invoke(
-        "bench", "rules", "--hard", "plain", *SMALL, "--variant", "dynamic", "--csv", tmp_path / "r.csv"
-    )
-    assert code == 1 and "against stock attention, 1 pictures" in said and "dynamic" in said
-
-
 def test_Q37_what_calibrate_found_is_not_lost_with_a_full_disk(tmp_path, monkeypatch, caplog):
     """A state that can't be kept does not end the search; a policy that can't be written is in the log."""
     pipe = loading.load_pipeline("tiny_flux", "cpu")
@@ -170,24 +157,6 @@ def test_Q37_what_calibrate_found_is_not_lost_with_a_full_disk(tmp_path, monkeyp
         sp.calibrate(pipe, ["a red circle"], path=tmp_path / "p.json", state_path=tmp_path / "s.json", **options)
     assert "state_path: " in caplog.text and "goes on without" in caplog.text
     assert "what was found: Calibration(config=SageAttnProcessor(" in caplog.text and "met=True" in caplog.text
-
-
-def test_what_did_not_run_in_int8_has_no_psnr_in_a_table():
-    idle = quality.Quality("dynamic", "r", (120.0,), (1.0,), 0, 3)
-    ran, floor = (
-        quality.Quality("timestep", "r", (50.0,), (0.9,), 3),
-        quality.Quality("stock_bf16", "", (60.0,), (0.95,)),
-    )
-    cells = [list(column.cells) for column in loading.quality_table("x", [idle, ran, floor]).columns]
-    assert cells[1] == [quality.NOTHING_RAN, "50.00", "60.00"] and cells[2] == ["–", "50.00", "60.00"]
-    assert cells[3:5] == [["–", "0.900000", "0.950000"]] * 2
-
-
-def test_rules_record_nothing_when_nothing_ran(tmp_path, monkeypatch):
-    exact = quality.Variant("dynamic", sp.SageAttnProcessor(scaling="dynamic", min_tokens=100_000))
-    monkeypatch.setattr(quality, "study_variants", lambda: (exact,))
-    code, said = invoke("bench", "rules", *SMALL, "--hard", "plain", "--csv", tmp_path / "r.csv")
-    assert code == 1 and "no attention call of dynamic ran in INT8" in said and not (tmp_path / "r.csv").exists()
 
 
 def test_options_that_are_all_exact_have_no_psnr_in_a_curve(capsys):
@@ -248,9 +217,7 @@ def test_Q38_the_package_loads_no_weights_without_saying_safetensors():
 
 
 @pytest.mark.parametrize("before", [True, False])
-@pytest.mark.parametrize(
-    "command", [["demo"], ["rate", "tiny_sd"], ["bench", "rules"], ["bench", "transfer"], ["calibrate"]]
-)
+@pytest.mark.parametrize("command", [["demo"], ["rate", "tiny_sd"], ["calibrate"]])
 def test_Q39_commands_leave_tensorfloat32_as_it_was(before, command, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", before)
@@ -338,23 +305,8 @@ def test_Q43_options_name_numbers_without_all_their_digits():
         sp.register_transformers("sage_beyond", min_tokens=10**400)
 
 
-@pytest.mark.slow("draws clips with each command")
-@pytest.mark.parametrize(
-    "command",
-    [
-        ["bench", "rules", "--hard", "plain", "--variant", "sigma_ratio"],
-        [
-            "bench",
-            "transfer",
-            "--source",
-            "FlowMatchEulerDiscreteScheduler:1",
-            "--target",
-            "UniPCMultistepScheduler:1",
-        ],
-        ["calibrate", "--target-psnr", "20", "--scaling", "timestep"],
-    ],
-)
-def test_clips_are_drawn_in_the_size_that_they_were_learnt_in(command, tmp_path, monkeypatch):
+@pytest.mark.slow("draws clips")
+def test_clips_are_drawn_in_the_size_that_they_were_learnt_in(tmp_path, monkeypatch):
     size = {"height": 64, "width": 64, "num_frames": 9, "max_sequence_length": 32}
     monkeypatch.setitem(sp.pipelines._CALL_ARGUMENTS, "tiny_wan", size)
     generate, drawn = quality.generate, []
@@ -366,8 +318,7 @@ def test_clips_are_drawn_in_the_size_that_they_were_learnt_in(command, tmp_path,
 
     monkeypatch.setattr(quality, "generate", watched)
     monkeypatch.chdir(tmp_path)
-    steps = [] if "transfer" in command else ["--steps", "1"]
-    small = ["tiny_wan", "--images", "1", "--batch", "1", "--device", "cpu", *steps]
-    code, said = invoke(*command, *small)
+    small = ["tiny_wan", "--images", "1", "--batch", "1", "--device", "cpu", "--steps", "1"]
+    code, said = invoke("calibrate", "--target-psnr", "20", "--scaling", "timestep", *small)
     assert code == 0, said
     assert drawn and all(clips.shape == (1, 9, 3, 64, 64) for clips in drawn)

@@ -31,6 +31,7 @@ def few(monkeypatch, *names):
     monkeypatch.setattr(self_test, "CASES", tuple(case for case in self_test.CASES if case.name in names))
 
 
+@pytest.mark.slow("all recipes; a wrong kernel fails in the quick ones")
 def test_doctor_tests_every_recipe_scaling_and_case():
     outcomes = self_test.self_test(CPU)
     assert all(outcome.passed for outcome in outcomes), outcomes
@@ -119,7 +120,10 @@ def once():
     return of
 
 
-@pytest.mark.parametrize("how", BROKEN)
+SEVERAL = [x if x in ("head", "crash") else pytest.param(x, marks=pytest.mark.slow("as head")) for x in BROKEN]
+
+
+@pytest.mark.parametrize("how", SEVERAL)
 def test_doctor_fails_a_wrong_kernel(how, monkeypatch, once):
     broken, cases = BROKEN[how]
     # inputs and bars are those of every run
@@ -340,6 +344,7 @@ assert len(wanted) > 60 and others <= {"_key_mask_kernel"}, others  # small, and
 """
 
 
+@pytest.mark.slow("a process that compiles")
 def test_the_kernels_of_the_self_test_are_compiled_side_by_side(tmp_path, monkeypatch):
     done = run(KERNELS, tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]

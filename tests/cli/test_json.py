@@ -48,6 +48,7 @@ def test_warm_up_tells_that_a_cpu_needs_nothing():
     }
 
 
+@pytest.mark.slow("searches; test_calibrate_command.py has a quick search")
 def test_calibrate_tells_what_it_found_also_where_the_budget_is_not_met(tmp_path, monkeypatch):
     output, found, search = tmp_path / "policy.json", [], calibration.calibrate
 
@@ -63,15 +64,6 @@ def test_calibrate_tells_what_it_found_also_where_the_budget_is_not_met(tmp_path
     met = dataclasses.replace(found[0], met=True)  # test_calibrate_command.py searches for one
     monkeypatch.setattr(calibration, "calibrate", lambda *_, **__: met)
     assert data(*arguments) == said | {"met": True}
-
-
-def test_bench_rules_tells_results_and_differences():
-    found = data("bench", "rules", *SMALL, "--variant", "timestep", "--variant", "dynamic", "--hard", "plain")
-    rules = found["tiny_flux"]
-    assert {result["name"] for result in rules["results"]} == {"timestep", "dynamic"}
-    (first, *_) = rules["differences"]
-    assert (first["scaling"], first["baseline"], first["field"]) == ("dynamic", "timestep", "psnr_db")
-    assert first["low"] <= first["mean"] <= first["high"]
 
 
 def test_wrong_input_leaves_stdout_empty():

@@ -26,8 +26,7 @@ def said(*arguments) -> str:
 
 
 MODEL_COMMANDS = [
-    ["demo"], ["report"], ["warm-up"], ["calibrate", "--target-psnr", "40"], ["bench", "rules"], ["bench", "transfer"],
-    ["time"], ["rate"],
+    ["demo"], ["report"], ["warm-up"], ["calibrate", "--target-psnr", "40"], ["time"], ["rate"],
 ]  # fmt: skip
 
 
@@ -63,7 +62,6 @@ def test_a_model_that_is_not_there(command, tmp_path, monkeypatch):
         (["rate", "tiny_flux", "--output", "no/where"], "expected a folder"),
         (["rate", "tiny_flux", "--reference", "x"], "--reference: x: expected one of stock, float32"),
         (["demo", "--images", "100000000"], "--images"),
-        (["bench", "rules", "--images", "100000000"], "--images"),
         (["demo", "--device", "abacus"], "abacus"),
         (["demo", "--what"], "No such option"),
         (["demonstrate"], "No such command"),

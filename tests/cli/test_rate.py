@@ -52,6 +52,7 @@ class Page(HTMLParser):
         assert self.open.pop() == tag
 
 
+@pytest.mark.slow("draws in three ways")
 def test_rate_draws_measures_and_writes_a_page(tmp_path):
     found = invoke("rate", "tiny_flux", "--images", 2, *SMALL, "--output", tmp_path / "r", "--csv", tmp_path / "r.csv")
     state = json.loads((tmp_path / "r" / "rating.json").read_text())
@@ -71,6 +72,7 @@ def test_rate_draws_measures_and_writes_a_page(tmp_path):
     assert "holds a rating with another prompts, seeds" in said
 
 
+@pytest.mark.slow("draws twice; the first test rates in one go")
 def test_rate_goes_on_where_it_was_interrupted(tmp_path, monkeypatch):
     words = ("rate", "tiny_flux", "--images", 2, *SMALL, "--output", tmp_path / "r")
     generate, calls = quality.generate, []
@@ -276,14 +278,10 @@ def test_yes_or_no_for_this_gpu(ours, calls, words, monkeypatch):
     assert timing.verdict(times, calls, torch.device("cuda"), "picture").startswith(words)
 
 
+@pytest.mark.slow("several calls of each way")
 @pytest.mark.parametrize(
     "words",
-    [
-        ("tiny_flux", "--steps", 4, "--timed", 1),
-        pytest.param(
-            ("tiny_lm", "--prompt-tokens", 16, "--new-tokens", 4, "--random"), marks=pytest.mark.slow("as below")
-        ),
-    ],
+    [("tiny_flux", "--steps", 4, "--timed", 1), ("tiny_lm", "--prompt-tokens", 16, "--new-tokens", 4, "--random")],
     ids=["picture", "text"],
 )
 def test_time_of_small_models(words, monkeypatch):
@@ -293,6 +291,7 @@ def test_time_of_small_models(words, monkeypatch):
     assert all(time["total"] >= time["rest"] >= 0 and time["peak_gib"] is None for time in found["times"].values())
 
 
+@pytest.mark.slow("loads a pipeline twice, and draws")
 def test_random_weights_have_the_true_shapes_and_need_no_weights(tmp_path):
     folder = tmp_path / "configs"
     shutil.copytree(sp.pipelines.path("tiny_flux"), folder, ignore=shutil.ignore_patterns("*.safetensors"))

@@ -51,8 +51,14 @@ def compiled(model, backend):
     return torch.compile(model, backend=counter, fullgraph=True), counter
 
 
-@pytest.mark.parametrize("scaling", ["timestep", "dynamic"])
-@pytest.mark.parametrize("follows", ["scheduler", "timestep argument"])
+@pytest.mark.parametrize(
+    ("scaling", "follows"),
+    [
+        ("timestep", "scheduler"),
+        pytest.param("dynamic", "timestep argument", marks=pytest.mark.slow("as timestep")),
+        pytest.param("timestep", "timestep argument", marks=pytest.mark.slow("as timestep")),
+    ],
+)
 def test_T04_compile_whole_model_is_one_graph_for_all_steps(scaling, follows):
     model, inputs = MODELS["flux"]()
     pipe = Pipe(model, FlowMatchEulerDiscreteScheduler())
@@ -75,9 +81,8 @@ def test_T04_compile_whole_model_is_one_graph_for_all_steps(scaling, follows):
     assert all(d == (STEPS if scaling == "dynamic" else 1) for d in dynamic), str(report)
 
 
-@pytest.mark.parametrize(
-    "how", ["whole", pytest.param("blocks", marks=pytest.mark.slow("as whole")), "whole, by its timestep"]
-)
+@pytest.mark.slow("test_T04 has the usual way")
+@pytest.mark.parametrize("how", ["whole", "blocks", "whole, by its timestep"])
 def test_compiled_calls_keep_row_maxima_from_step_to_step(how):
     """As eager ones do; unless the hook that follows the steps is compiled, for then the host sees none of them."""
     results = {}
@@ -111,9 +116,8 @@ def test_compiled_calls_keep_row_maxima_from_step_to_step(how):
         torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "name", ["sd3", pytest.param("unet_sd15", marks=pytest.mark.slow("a larger graph")), "cogvideox"]
-)
+@pytest.mark.slow("test_T04 has the usual way")
+@pytest.mark.parametrize("name", ["sd3", "unet_sd15", "cogvideox"])
 def test_compile_models_that_call_torch_attention_directly(name):
     model, inputs = MODELS[name]()
     with torch.no_grad(), sp.apply(model, sp.SageAttnProcessor(min_tokens=1, scaling="dynamic")) as handle:
@@ -127,6 +131,7 @@ def test_compile_models_that_call_torch_attention_directly(name):
     torch.testing.assert_close(result, eager, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow("test_T04 has the usual way")
 def test_compile_counts_fallbacks_inside_the_graph():
     model, inputs = MODELS["qwen_image_padded"]()
     with torch.no_grad():
@@ -140,6 +145,7 @@ def test_compile_counts_fallbacks_inside_the_graph():
     torch.testing.assert_close(result, stock)
 
 
+@pytest.mark.slow("test_T04 has the usual way")
 def test_compile_in_a_thread_that_never_ran_eagerly():
     model, inputs = MODELS["flux"]()
 

@@ -17,7 +17,8 @@ def targets(program):
 
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("scaling", ["dynamic", "timestep"])
-@pytest.mark.parametrize("name", [pytest.param("unet_sd15", marks=pytest.mark.slow("a larger graph")), "flux"])
+@pytest.mark.slow("exports whole models")
+@pytest.mark.parametrize("name", ["unet_sd15", "flux"])
 def test_P36_an_exported_program_runs_int8_attention(name, scaling, strict):
     model, inputs = MODELS[name]()
     config = sp.SageAttnProcessor(min_tokens=1, scaling=scaling)

@@ -116,6 +116,7 @@ class Traceable(torch.nn.Module):
         return self.model(**(self.inputs | {name: x}), return_dict=False)[0]
 
 
+@pytest.mark.slow("traces whole models")
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("scaling", ["timestep", "dynamic"])

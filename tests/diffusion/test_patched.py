@@ -235,13 +235,8 @@ def test_a_processor_whose_handle_is_gone_runs_what_is_there(monkeypatch):
     assert sum(held._sage.events.numbers()) == 0
 
 
-@pytest.mark.parametrize(
-    "names",
-    [
-        ["dispatch_attention_fn"],
-        pytest.param(["__call__", SDPA], marks=pytest.mark.slow("the same of other functions")),
-    ],
-)
+@pytest.mark.slow("compiles a model")
+@pytest.mark.parametrize("names", [["dispatch_attention_fn"], ["__call__", SDPA]])
 def test_compiled_code_follows(names, monkeypatch):
     model, inputs = MODELS["flux"]()
     rotary = (transformer_flux, "apply_rotary_emb", louder_rotary)

@@ -179,10 +179,9 @@ def test_Q14_after_a_run_that_was_broken_off(scaling, recipe, rotation):
         assert handle.report().calls > 2 * 2 * STEPS
 
 
-@pytest.mark.parametrize(
-    "recipe", [RECIPES[0], *(pytest.param(x, marks=pytest.mark.slow("as the first one")) for x in RECIPES[1:])]
-)
-@pytest.mark.parametrize("scaling", ["timestep", pytest.param("delayed", marks=pytest.mark.slow("as timestep"))])
+@pytest.mark.slow("compiles a model")
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("scaling", ["timestep", "delayed"])
 def test_Q15_compiled_models(scaling, recipe):
     drawing = Drawing()
     torch._dynamo.reset()

@@ -99,6 +99,7 @@ HOOKS = {  # of one layer: each break of a graph takes Dynamo seconds
 }
 
 
+@pytest.mark.slow("each break of a graph takes Dynamo seconds")
 @pytest.mark.parametrize("linears", ["none", "int8"])
 @pytest.mark.parametrize("hooked", HOOKS)
 @torch.no_grad()

@@ -119,7 +119,7 @@ def check_our_command(words):
 
     assert words
     command = typer.main.get_command(cli.app)
-    while hasattr(command, "commands") and (names or command.name == "bench"):
+    while hasattr(command, "commands") and names:
         assert names and names[0] in command.commands, f"no command {names[:1]}: {sorted(command.commands)}"
         command = command.commands[names.pop(0)]
     options = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}

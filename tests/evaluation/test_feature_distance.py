@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import runpy
@@ -182,20 +181,6 @@ def test_missing_safetensors_names_the_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "safetensors.torch", None)
     with pytest.raises(ImportError, match=r'feature-FD needs safetensors.*pip install "sage-processors\[diffusers\]"'):
         fd.load_classifier()
-
-
-def test_fid_needs_the_users_weights(tmp_path):
-    images = torch.rand(4, 3, 16, 16)
-    with pytest.raises(ValueError, match="weights: got .*nowhere.*use feature_fd, which needs no download"):
-        fd.fid(images, images, weights=tmp_path / "nowhere.pth")
-    weights = tmp_path / "inception.pth"
-    weights.touch()
-    with pytest.raises(ValueError, match="images: got 4 pictures, expected at least 2049"):
-        fd.fid(images, images, weights=weights)
-    if importlib.util.find_spec("torch_fidelity") is None:
-        many = torch.rand(1, 3, 2, 2).expand(2049, 3, 2, 2)
-        with pytest.raises(ImportError, match="FID needs torch-fidelity, which is not installed: pip install torch-f"):
-            fd.fid(many, many, weights=weights)
 
 
 def test_training_is_repeatable_and_loadable(tmp_path, monkeypatch, capsys):

@@ -98,6 +98,7 @@ def test_injection_plants_pairs_of_channels_in_every_head(name, tensor):
     assert torch.equal(factor, expected)
 
 
+@pytest.mark.slow("draws")
 @pytest.mark.parametrize("balanced", [True, False])
 def test_injection_is_hard_for_int8_without_a_balance_of_channels(balanced, monkeypatch):
     if not balanced:

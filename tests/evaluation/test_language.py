@@ -97,6 +97,7 @@ def test_ratio_and_its_error_are_of_the_same_windows():
 # --- INT8 ---
 
 
+@pytest.mark.slow("the model reads eight texts in three ways")
 def test_bar_perplexity_with_int8_attention_and_cache_is_within_half_a_percent(results):
     for name in ("prefill", "prefill_kv"):
         assert abs(results[name].ratio - 1) < 0.005
@@ -104,6 +105,7 @@ def test_bar_perplexity_with_int8_attention_and_cache_is_within_half_a_percent(r
     assert results["prefill"].perplexity.losses.tolist() != results["prefill_kv"].perplexity.losses.tolist()
 
 
+@pytest.mark.slow("the model reads eight texts in three ways")
 def test_every_call_is_counted_as_what_it_was(model, results):
     layers, batches = model.config.num_hidden_layers, 2  # 8 windows by 5; the 3 prompts are one batch
     stock, prefill, kv = (results[name] for name in ("stock", "prefill", "prefill_kv"))
@@ -114,6 +116,7 @@ def test_every_call_is_counted_as_what_it_was(model, results):
     assert kv.int8_calls == kv.cache_calls + layers * (batches + 1)
 
 
+@pytest.mark.slow("the model reads eight texts in three ways")
 def test_cache_bytes_are_those_of_codes_and_scales(model, results):
     config = model.config
     heads, dim = config.num_hidden_layers * config.num_key_value_heads, config.head_dim

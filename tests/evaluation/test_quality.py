@@ -52,6 +52,7 @@ def test_picture_arguments_are_the_models_own():
 # --- evaluate, floor, rows ---
 
 
+@pytest.mark.slow("draws in three ways")
 def test_evaluate_measures_each_variant_against_stock():
     pipe = pipeline("tiny_flux")
     before = dict(pipe.transformer.attn_processors)
@@ -113,6 +114,7 @@ def test_evaluate_checks_batch():
         quality.evaluate(None, PROMPTS, [0, 1, 2], (), batch=0)
 
 
+@pytest.mark.slow("draws in two dtypes")
 def test_floor_is_16_bit_against_fp32_and_leaves_the_pipeline():
     from diffusers import DiffusionPipeline
 
@@ -155,44 +157,6 @@ def test_append_results_writes_the_houses_columns(tmp_path):
     rows = read_rows(path)
     assert len(rows) == 12 and {row["gpu"] for row in rows} == {"cpu"} and all(row["date"] for row in rows)
     assert [row["provider"] for row in rows] == ["sage_kernels"] * 6 + ["torch_sdpa"] * 6
-
-
-@pytest.mark.slow("draws pictures in several runs")
-def test_evaluate_starts_every_batch_from_a_scale_file(tmp_path):
-    """A table of another scheduler and step count is used: no step is scaled by its own call."""
-    import diffusers
-
-    pipe, config = pipeline("tiny_flux"), sp.SageAttnProcessor()
-    own, path = pipe.scheduler, tmp_path / "scales.safetensors"
-    try:
-        pipe.scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=1.0)
-        with sp.apply(pipe, config) as handle:
-            quality.generate(pipe, PROMPTS[:1], [9], steps=5)
-            handle.save_scales(path)
-        pipe.scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)
-        dynamic = []
-        variants = (quality.Variant("fresh", config), quality.Variant("loaded", config, scales=path))
-        handles = []
-        results = quality.evaluate(
-            pipe, PROMPTS[:2], [0, 1], variants, steps=3, batch=1,
-            on_handle=lambda handle: (handles.append(handle), setattr(handle, "remove", counting(handle, dynamic))),
-        )  # fmt: skip
-    finally:
-        pipe.scheduler = own
-    # dynamic calls of the last batch, whose shape and first noise level the file's run had seen
-    assert len(handles) == 2 and dynamic[0] > 2 * dynamic[1]  # plans that do not fit any more
-    assert all(value > 40 for value in results["loaded"].psnr_db)
-    assert results["loaded"].psnr_db != results["fresh"].psnr_db
-
-
-def counting(handle, into):
-    remove = handle.remove
-
-    def call():
-        into.append(sum(row["dynamic_calls"] for row in handle.report().rows))
-        remove()
-
-    return call
 
 
 def test_evaluate_takes_pictures_drawn_earlier_and_counts_what_options_keep():

@@ -57,6 +57,7 @@ def processes(name: str, *runs) -> str:
     return done.stdout
 
 
+@pytest.mark.slow("two processes draw")
 def test_many_pictures_are_shared_out(tmp_path, monkeypatch, capsys):
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("a red circle on a blue background\n\na green star on a white background\n", encoding="utf-8")
@@ -70,6 +71,7 @@ def test_many_pictures_are_shared_out(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "x_1.png").read_bytes() == (tmp_path / "alone.png").read_bytes()
 
 
+@pytest.mark.slow("two processes draw")
 def test_one_big_video_on_two_processes(tmp_path):
     kinds = {"ulysses": 1, "ring": 2}  # of ring attention, a call for the keys of each process
     same = ("--steps", 1, "--compare")

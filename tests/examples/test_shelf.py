@@ -97,6 +97,7 @@ def test_P30_both_experts_of_wan_are_swapped(tmp_path, monkeypatch, capsys):
     assert int8_calls(shown) == 4 * 2 * 2  # each of 4 steps with guidance, by one of two experts of two blocks
 
 
+@pytest.mark.slow("an example for each option")
 @pytest.mark.parametrize(
     "options", [("--linears", "int8"), ("--scaling", "per_block"), ("--recipe", "qk_int8_pv_fp8")]
 )
@@ -107,6 +108,7 @@ def test_options_reach_the_swap(options, tmp_path, monkeypatch, capsys):
     assert ("linear layers" in shown) if options[0] == "--linears" else (options[1] in shown)
 
 
+@pytest.mark.slow("as test_same_seed, by an example")
 def test_a_seed_is_a_picture(tmp_path, monkeypatch):
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         run("sd3", monkeypatch, "--seed", seed, "--steps", 1, "--output", tmp_path / f"{name}.png")
@@ -191,7 +193,7 @@ def test_a_vision_encoder_runs_in_int8(monkeypatch, capsys):
     assert int8_calls(shown) == 2 and 0 < worst < 0.005  # attention is a small part of what a random layer adds
 
 
-@pytest.mark.parametrize("name", ["sd15", "flux"])
+@pytest.mark.parametrize("name", [pytest.param("sd15", marks=pytest.mark.slow("as flux")), "flux"])
 def test_a_users_own_folder_is_loaded(name, tmp_path, monkeypatch, capsys):
     """The path of a real checkpoint: --model with a folder. On it, no default is made small."""
     folder = tmp_path / "own"

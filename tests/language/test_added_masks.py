@@ -121,7 +121,7 @@ def test_X89_a_model_that_reads_its_masks_is_eager(name, padding, shows):  # noq
     shows(sp.attention_report(model), out, stock)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow("compiles a model"))])
 def test_the_layers_of_gemma_2_are_causal_and_windowed_as_before(compiled):
     """It takes masks that are added, though only its attention reads them; compiled code can't make an AddedMask."""
     torch.manual_seed(0)

@@ -242,6 +242,7 @@ def text():
     return model, windows, language.perplexity(model, windows)
 
 
+@pytest.mark.slow("reads sixteen texts in eight ways")
 @pytest.mark.parametrize("capacity", [None, 200], ids=["growing", "static"])
 @pytest.mark.parametrize("outliers", ["none", "in keys", "in queries", "in both"])
 def test_V34_perplexity_with_planted_outliers_is_that_of_exact_attention(text, outliers, capacity):

@@ -82,6 +82,7 @@ def test_C03_overflow_raises_before_anything_is_written():
     layer.update(*states(2))
 
 
+@pytest.mark.slow("compiles a step")
 def test_C03_overflow_of_compiled_calls_writes_nothing_and_gives_nan():
     """A compiled call does not know the length; the next call that does, raises."""
     layer = Int8StaticLayer(8)
@@ -201,9 +202,8 @@ def test_C04_static_cache_decodes_as_the_growing_one(name, padding):
         assert (got - want).norm() <= 1e-3 * want.norm()
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param("llama", marks=pytest.mark.slow("test_C03 compiles layers without a window")), "mistral"]
-)
+@pytest.mark.slow("compiles a model")
+@pytest.mark.parametrize("name", ["llama", "mistral"])
 def test_static_cache_decodes_in_compiled_graphs(name):
     """fullgraph, and no step after the second compiles anew (a sliding layer counts its tokens on the host)."""
     model, inputs = cached(name)

@@ -191,6 +191,7 @@ def test_C01_a_cache_holds_the_same_bits_however_its_first_tokens_came(kind, chu
         assert_same(bits(either, FIRST_TOKENS), held)
 
 
+@pytest.mark.slow("compiles a step")
 @pytest.mark.parametrize("kind", ["static", "static window"])
 def test_C01_compiled_calls_store_what_others_do(kind):
     torch._dynamo.reset()

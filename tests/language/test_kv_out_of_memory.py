@@ -126,6 +126,7 @@ OPERATIONS = {
     "crop": ((5, 3), on_cache("crop", -2), 2),
     "crop all": ((5, 3), on_cache("crop", -8), 2),
 }
+QUICK = ("first update, full", "one token, sliding", "reorder", "crop")
 
 
 def prepared(kind, before):
@@ -177,7 +178,10 @@ def assert_whole_or_nothing(make, operation, batch, most=MOST_ALLOCATIONS):
 
 
 @pytest.mark.parametrize("kind", CAPACITY)
-@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize(
+    "name",
+    [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow("a run for each allocation")) for n in OPERATIONS],
+)
 def test_C10_out_of_memory_at_any_allocation_leaves_the_cache_as_it_was(kind, name):
     before, operation, batch = OPERATIONS[name]
     number = assert_whole_or_nothing(lambda: prepared(kind, before), operation, batch)
@@ -233,6 +237,7 @@ def test_an_offloaded_cache_holds_what_one_that_stays_does(kind, moves, monkeypa
         assert state(offloaded) == state(stays)
 
 
+@pytest.mark.slow("fails at every allocation of an update")
 @pytest.mark.parametrize("kind", CAPACITY)
 @pytest.mark.parametrize("layer", [SLIDING, FULL])
 @pytest.mark.parametrize("number", [1, 25])

@@ -66,10 +66,8 @@ def test_an_INT8_cache_refuses_what_needs_keys():
 # torch.compile
 
 
-@pytest.mark.parametrize(
-    ("name", "counted_before"),
-    [("llama", True), pytest.param("gpt_oss", False, marks=pytest.mark.slow("a larger graph"))],
-)
+@pytest.mark.slow("compiles a model")
+@pytest.mark.parametrize(("name", "counted_before"), [("llama", True), ("gpt_oss", False)])
 def test_T04_decoding_on_a_static_cache_compiles_into_one_graph(name, counted_before, monkeypatch):
     model, inputs = tiny(name)
     ids, eager = inputs["input_ids"], copy.deepcopy(model)
@@ -99,6 +97,7 @@ def test_T04_decoding_on_a_static_cache_compiles_into_one_graph(name, counted_be
     assert counted_before or any("before torch.compile" in note for note in sp.attention_report(model).notes)
 
 
+@pytest.mark.slow("compiles a model")
 def test_layers_compile_one_by_one_with_a_band_as_their_mask():
     model, inputs = tiny("mistral")
     wanted = forward(model, inputs)

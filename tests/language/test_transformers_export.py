@@ -44,6 +44,7 @@ def test_P58_INT8_attention_is_exported_and_nothing_of_the_tracer_stays(name, st
     assert report.calls == 2 and not report.fallbacks
 
 
+@pytest.mark.slow("compiles a model")
 @pytest.mark.parametrize("strict", [False, True])
 def test_P58_exact_attention_is_never_exported_in_silence(strict, caplog):
     with caplog.at_level(logging.WARNING, "sage_processors"):
@@ -59,6 +60,7 @@ def test_P58_exact_attention_is_never_exported_in_silence(strict, caplog):
         assert ops == ["sage_kernels.attention.default"] * 2
 
 
+@pytest.mark.slow("compiles a model")
 @pytest.mark.parametrize("fullgraph", [False, True])
 def test_P58_a_compiled_strict_model_says_what_an_eager_one_does(fullgraph):
     model, inputs = MODELS["llama"]()

@@ -169,6 +169,7 @@ def test_a_band_that_does_not_fit_its_call_is_written_out():
     assert attn_mask.shape == (2, 1, 5, 8) and not causal and keys == 9
 
 
+@pytest.mark.slow("compiles a call")
 def test_a_band_goes_through_torch_compile():
     def reads(x, mask):
         return x + mask.offset if isinstance(mask, BandMask) else x * 0

@@ -119,6 +119,7 @@ def test_notes_are_of_what_is_set():
     assert sp.attention_report(model).remarks() == [remark]
 
 
+@pytest.mark.slow("compiles a model")
 def test_compiled_calls_after_a_switch_are_counted_under_the_new_name():
     model, inputs = tiny()
     sp.attention_report(model)

@@ -119,6 +119,7 @@ def test_P54_the_exact_way_drops_no_soft_cap_and_no_sinks(name, given):
     assert attend(module, query, key, value, **{name: given})[0].isfinite().all()  # in INT8 both are known
 
 
+@pytest.mark.slow("compiles a call")
 @pytest.mark.parametrize("warm", [False, True])
 @pytest.mark.filterwarnings("error:Dynamo detected a call to a `functools.lru_cache`")
 def test_a_compiled_exact_call_finds_its_eager_function_without_dynamo(warm):

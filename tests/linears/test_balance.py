@@ -182,6 +182,7 @@ def test_compiled_code_reads_the_balance():
         )
 
 
+@pytest.mark.slow("compiles; eager code has the same balance")
 def test_compiled_code_makes_as_many_calls_as_without_outliers(planted):
     model, inputs, expected, plain = planted
     with sp.quantize_linears(model, min_features=0), torch.no_grad():

@@ -94,6 +94,7 @@ def test_a_llama_step_joins_projections_and_stays_near_16_bit(device, monkeypatc
         assert float((first.float() - stock).norm() / stock.norm()) < 0.05
 
 
+@pytest.mark.slow("compiles a model")
 def test_compiled_as_eager(device):
     torch._dynamo.reset()
     model, x = block(device), torch.randn(2, 64, device=device, dtype=torch.bfloat16)

@@ -212,6 +212,7 @@ def test_a_checkpoint_that_runs_twice_rounds_alike(rotary_passes):
     assert rotary_passes
 
 
+@pytest.mark.slow("compiles a model")
 def test_compiled_code_has_the_models_own(rotary_passes):
     model, inputs = MODELS["llama"]()
     expected = torch.compile(copy.deepcopy(model), backend="eager", fullgraph=True)(**inputs).logits

@@ -219,6 +219,7 @@ class Plain(nn.Module):
         return x + 1
 
 
+@pytest.mark.slow("compiles a model")
 @pytest.mark.parametrize("how", ["in_place", "blocks"])
 def test_compiled_models_run_and_are_not_compiled_again(how):
     torch._dynamo.reset()

@@ -14,6 +14,7 @@ from tests.linears.counting import OpCounter, relative_error
 from tests.support.tiny_language_models import MODELS
 
 
+@pytest.mark.slow("reads texts twice")
 def test_perplexity_of_the_embedded_model_within_a_percent():
     model, tokenizer = language.load()
     windows = language.heldout_windows(tokenizer, 128, count=6)

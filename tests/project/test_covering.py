@@ -6,6 +6,8 @@ import itertools
 import subprocess
 import sys
 
+import pytest
+
 from tests.support.covering import covering
 from tests.support.repository import ROOT
 
@@ -45,6 +47,7 @@ def test_each_value_is_covered_by_as_few_combinations_as_the_longest_parameter_h
     assert covering([]) == set() and covering([{("a", 1)}, {("a", 1)}]) == {0}
 
 
+@pytest.mark.slow("pytest collects twice")
 def test_repeats_are_left_out_of_the_quick_tests_of_each_implementation(tmp_path):
     for name, text in {
         "test_it.py": TESTS,
@@ -55,10 +58,11 @@ def test_repeats_are_left_out_of_the_quick_tests_of_each_implementation(tmp_path
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"]
     shown = [
         subprocess.run([*command, *more], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
-        for more in ((), ("-m", "not repeat"))
+        for more in ((), ("-m", "not repeat"), ("-m", "not repeat and not slow"))
     ]
-    every, quick = ([line.partition("::")[2] for line in text.splitlines() if "::" in line] for text in shown)
+    every, quick, fast = ([line.partition("::")[2] for line in text.splitlines() if "::" in line] for text in shown)
     assert len(every) == 2 * 3 * 2 + 2 + 1 and "test_alone" in quick and sum("pairs" in name for name in quick) == 2
+    assert sum("interpreter" in name for name in fast) == 1
     for tier in ("reference", "interpreter"):
         grid = [name for name in quick if tier in name]
         assert len(grid) == 3 and all(any(value in name for name in grid) for value in ("1000", "3000", "causal"))

@@ -144,6 +144,7 @@ SCALINGS = {
 }
 
 
+@pytest.mark.slow("whole models twice; the test of sources finds what makes such tensors")
 @pytest.mark.parametrize("options", SCALINGS.values(), ids=SCALINGS)
 def test_a_denoiser_runs_as_ever(options, under):
     model, inputs = MODELS["flux"]()
@@ -163,6 +164,7 @@ PIPELINES = {
 }
 
 
+@pytest.mark.slow("whole models twice; the test of sources finds what makes such tensors")
 @pytest.mark.parametrize("options", PIPELINES.values(), ids=PIPELINES)
 def test_a_pipeline_runs_as_ever(options, under):
     def drawn(pipe, draw):
@@ -176,6 +178,7 @@ def test_a_pipeline_runs_as_ever(options, under):
     same(under(drawn, *flux_pipe()), drawn(*flux_pipe()))
 
 
+@pytest.mark.slow("whole models twice; the test of sources finds what makes such tensors")
 def test_a_decoder_runs_as_ever(under):
     model, inputs = LANGUAGE["llama"]()
 

@@ -306,10 +306,12 @@ def us_first() -> dict:
     return dict(zip(("loaded", "method", "loader", "attention"), json.loads(fresh(code)), strict=True))
 
 
+@pytest.mark.slow("a process that imports diffusers and transformers")
 def test_import_opens_no_socket_and_loads_nothing_optional(us_first):
     assert us_first["loaded"] == []
 
 
+@pytest.mark.slow("a process that imports diffusers and transformers")
 def test_importing_us_first_is_enough(us_first):
     """The pipelines' method and the attention's name are there; what waited for their modules has gone."""
     assert us_first["method"].startswith("sage_processors") and us_first["attention"]

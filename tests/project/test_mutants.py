@@ -22,6 +22,7 @@ def test_a_text_that_moved_away_is_an_error():
         mutated(Mutant("a fault", "tests/project/mutants.json", "gone", "", []))
 
 
+@pytest.mark.slow("pytest runs three times")
 def test_a_mutant_is_killed_by_a_test_that_fails_and_its_file_is_restored(tmp_path):
     (tmp_path / "double.py").write_text("def double(x):\n    return 2 * x\n")
     (tmp_path / "test_double.py").write_text("import double\n\n\ndef test_two():\n    assert double.double(2) == 4\n")

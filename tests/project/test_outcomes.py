@@ -34,6 +34,7 @@ def run(pytester):
     return run
 
 
+@pytest.mark.slow("pytest runs twice")
 def test_outcomes_of_a_stopped_run_say_so(run):
     source = """
         import pytest

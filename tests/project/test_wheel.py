@@ -73,6 +73,7 @@ def test_wheel_stays_below_6_megabytes(wheel):
     assert 0.9 * wheel.stat().st_size <= sum(map(len, parts)) <= MAX_BYTES
 
 
+@pytest.mark.slow("builds a second wheel")
 def test_the_other_models_are_a_wheel_of_their_own(wheel, demo_wheel):
     names = set(zipfile.ZipFile(demo_wheel).namelist())
     home = ROOT / "demo"
@@ -87,6 +88,7 @@ def test_all_packages_of_this_repository_have_one_version():
     assert len({re.search(r'^version = "(.*)"', path.read_text(), re.M)[1] for path in projects}) == 1
 
 
+@pytest.mark.slow("a process of its own")
 def test_wheel_runs_outside_of_the_checkout(wheel, demo_wheel, tmp_path):
     site = tmp_path / "site"
     zipfile.ZipFile(wheel).extractall(site)

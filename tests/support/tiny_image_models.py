@@ -16,9 +16,8 @@ from tests.support.tiny_models import OLDEST, model, rand, t
 def sd3():
     config = {
         "sample_size": 16, "patch_size": 2, "in_channels": 4, "num_layers": 2, "attention_head_dim": 16,
-        "num_attention_heads": 2,
-        "caption_projection_dim": 32, "joint_attention_dim": 32, "pooled_projection_dim": 64, "out_channels": 4,
-        "pos_embed_max_size": 16,
+        "num_attention_heads": 2, "caption_projection_dim": 32, "joint_attention_dim": 32, "pooled_projection_dim": 64,
+        "out_channels": 4, "pos_embed_max_size": 16,
     }
     inputs = {"hidden_states": rand(1, 4, 16, 16), "encoder_hidden_states": rand(1, 13, 32), "timestep": t()}
     return config, inputs | {"pooled_projections": rand(1, 64)}
@@ -32,8 +31,7 @@ def sd35_dual():
 
 _JOINT = {
     "patch_size": 1, "in_channels": 4, "num_layers": 1, "num_single_layers": 1, "attention_head_dim": 16,
-    "num_attention_heads": 2,
-    "joint_attention_dim": 32,
+    "num_attention_heads": 2, "joint_attention_dim": 32,
 }
 
 
@@ -89,13 +87,11 @@ def longcat_image():
 def _qwen(text_mask):
     config = {
         "patch_size": 2, "in_channels": 16, "out_channels": 4, "num_layers": 1, "attention_head_dim": 16,
-        "num_attention_heads": 2,
-        "joint_attention_dim": 16, "guidance_embeds": False, "axes_dims_rope": (8, 4, 4),
+        "num_attention_heads": 2, "joint_attention_dim": 16, "guidance_embeds": False, "axes_dims_rope": (8, 4, 4),
     }
     inputs = {
         "hidden_states": rand(1, 36, 16), "encoder_hidden_states": rand(1, 8, 16),
-        "encoder_hidden_states_mask": text_mask,
-        "timestep": t(1.0), "img_shapes": [(1, 6, 6)],
+        "encoder_hidden_states_mask": text_mask, "timestep": t(1.0), "img_shapes": [(1, 6, 6)],
     }
     if OLDEST:
         inputs["txt_seq_lens"] = [8]
@@ -114,8 +110,7 @@ def qwen_image_padded():
 
 _PIXART = {
     "sample_size": 8, "num_layers": 1, "patch_size": 2, "attention_head_dim": 8, "num_attention_heads": 2,
-    "in_channels": 4,
-    "cross_attention_dim": 16, "out_channels": 8, "num_embeds_ada_norm": 1000, "caption_channels": 8,
+    "in_channels": 4, "cross_attention_dim": 16, "out_channels": 8, "num_embeds_ada_norm": 1000, "caption_channels": 8,
 }
 
 
@@ -148,10 +143,8 @@ def prior():
 def hunyuan_dit():
     config = {
         "sample_size": 8, "patch_size": 2, "in_channels": 4, "num_layers": 2, "attention_head_dim": 8,
-        "num_attention_heads": 2,
-        "cross_attention_dim": 8, "cross_attention_dim_t5": 8, "pooled_projection_dim": 4, "hidden_size": 16,
-        "text_len": 4,
-        "text_len_t5": 4, "activation_fn": "gelu-approximate",
+        "num_attention_heads": 2, "cross_attention_dim": 8, "cross_attention_dim_t5": 8, "pooled_projection_dim": 4,
+        "hidden_size": 16, "text_len": 4, "text_len_t5": 4, "activation_fn": "gelu-approximate",
     }
     inputs = {
         "hidden_states": rand(1, 4, 8, 8), "encoder_hidden_states": rand(1, 4, 8),
@@ -167,9 +160,8 @@ def hunyuan_dit():
 def lumina_next():
     config = {
         "sample_size": 16, "patch_size": 2, "in_channels": 4, "hidden_size": 32, "num_layers": 1,
-        "num_attention_heads": 4,
-        "num_kv_heads": 2, "multiple_of": 16, "norm_eps": 1e-5, "learn_sigma": False, "qk_norm": True,
-        "cross_attention_dim": 32,
+        "num_attention_heads": 4, "num_kv_heads": 2, "multiple_of": 16, "norm_eps": 1e-5, "learn_sigma": False,
+        "qk_norm": True, "cross_attention_dim": 32,
     }
     inputs = {
         "hidden_states": rand(1, 4, 16, 16), "encoder_hidden_states": rand(1, 16, 32), "timestep": t(0.5),
@@ -183,10 +175,8 @@ def lumina_next():
 def lumina2():
     config = {
         "sample_size": 16, "patch_size": 2, "in_channels": 4, "hidden_size": 32, "num_layers": 1,
-        "num_refiner_layers": 1,
-        "num_attention_heads": 4, "num_kv_heads": 2, "multiple_of": 2, "axes_dim_rope": (4, 2, 2), "axes_lens": (128,
-            128, 128),
-        "cap_feat_dim": 32,
+        "num_refiner_layers": 1, "num_attention_heads": 4, "num_kv_heads": 2, "multiple_of": 2,
+        "axes_dim_rope": (4, 2, 2), "axes_lens": (128, 128, 128), "cap_feat_dim": 32,
     }
     inputs = {"hidden_states": rand(1, 4, 16, 16), "encoder_hidden_states": rand(1, 16, 32), "timestep": t(0.5)}
     return config, inputs | {"encoder_attention_mask": torch.ones(1, 16, dtype=torch.bool)}
@@ -208,9 +198,8 @@ def z_image():
 def aura_flow():
     config = {
         "sample_size": 16, "patch_size": 2, "in_channels": 4, "num_mmdit_layers": 1, "num_single_dit_layers": 1,
-        "attention_head_dim": 16,
-        "num_attention_heads": 2, "caption_projection_dim": 32, "joint_attention_dim": 32, "out_channels": 4,
-        "pos_embed_max_size": 64,
+        "attention_head_dim": 16, "num_attention_heads": 2, "caption_projection_dim": 32, "joint_attention_dim": 32,
+        "out_channels": 4, "pos_embed_max_size": 64,
     }
     return config, {"hidden_states": rand(1, 4, 16, 16), "encoder_hidden_states": rand(1, 12, 32), "timestep": t()}
 
@@ -219,9 +208,8 @@ def aura_flow():
 def sana():
     config = {
         "patch_size": 1, "in_channels": 4, "out_channels": 4, "num_layers": 1, "attention_head_dim": 8,
-        "num_attention_heads": 2,
-        "num_cross_attention_heads": 2, "cross_attention_head_dim": 8, "cross_attention_dim": 16,
-        "caption_channels": 8, "sample_size": 8,
+        "num_attention_heads": 2, "num_cross_attention_heads": 2, "cross_attention_head_dim": 8,
+        "cross_attention_dim": 16, "caption_channels": 8, "sample_size": 8,
     }
     return config, {"hidden_states": rand(1, 4, 8, 8), "encoder_hidden_states": rand(1, 8, 8), "timestep": t()}
 
@@ -230,15 +218,13 @@ def _cogview_inputs():
     size = torch.tensor([[64, 64]])
     return {
         "hidden_states": rand(1, 4, 8, 8), "encoder_hidden_states": rand(1, 8, 8), "timestep": t(),
-        "original_size": size,
-        "target_size": size, "crop_coords": torch.tensor([[0, 0]]),
+        "original_size": size, "target_size": size, "crop_coords": torch.tensor([[0, 0]]),
     }
 
 
 _COGVIEW = {
     "patch_size": 2, "in_channels": 4, "num_layers": 1, "attention_head_dim": 8, "num_attention_heads": 2,
-    "out_channels": 4,
-    "text_embed_dim": 8, "time_embed_dim": 8, "condition_dim": 4,
+    "out_channels": 4, "text_embed_dim": 8, "time_embed_dim": 8, "condition_dim": 4,
 }
 
 
@@ -256,11 +242,9 @@ def cogview4():
 def hidream():
     config = {
         "patch_size": 2, "in_channels": 4, "out_channels": 4, "num_layers": 1, "num_single_layers": 1,
-        "attention_head_dim": 8,
-        "num_attention_heads": 4, "caption_channels": [8, 4], "text_emb_dim": 8, "num_routed_experts": 2,
-        "num_activated_experts": 2,
-        "axes_dims_rope": (4, 2, 2), "max_resolution": (32, 32), "llama_layers": (0, 1),
-        "force_inference_output": True,
+        "attention_head_dim": 8, "num_attention_heads": 4, "caption_channels": [8, 4], "text_emb_dim": 8,
+        "num_routed_experts": 2, "num_activated_experts": 2, "axes_dims_rope": (4, 2, 2), "max_resolution": (32, 32),
+        "llama_layers": (0, 1), "force_inference_output": True,
     }
     inputs = {
         "hidden_states": rand(1, 4, 16, 16), "encoder_hidden_states_t5": rand(1, 8, 8), "timesteps": t(),
@@ -273,8 +257,7 @@ def hidream():
 def omnigen():
     config = {
         "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 32,
-        "num_layers": 2,
-        "pad_token_id": 0, "vocab_size": 100, "in_channels": 4, "time_step_dim": 4,
+        "num_layers": 2, "pad_token_id": 0, "vocab_size": 100, "in_channels": 4, "time_step_dim": 4,
         "rope_scaling": {"long_factor": [1, 2, 3, 4], "short_factor": [1, 2, 3, 4]},
     }
     length = 24 + 1 + 16
@@ -291,10 +274,8 @@ def krea2():
     config = {
         "in_channels": 8, "num_layers": 1, "attention_head_dim": 8, "num_attention_heads": 4, "num_key_value_heads": 2,
         "intermediate_size": 32, "timestep_embed_dim": 8, "text_hidden_dim": 16, "num_text_layers": 2,
-        "text_num_attention_heads": 2,
-        "text_num_key_value_heads": 1, "text_intermediate_size": 16, "num_layerwise_text_blocks": 1,
-        "num_refiner_text_blocks": 1,
-        "axes_dims_rope": (4, 2, 2),
+        "text_num_attention_heads": 2, "text_num_key_value_heads": 1, "text_intermediate_size": 16,
+        "num_layerwise_text_blocks": 1, "num_refiner_text_blocks": 1, "axes_dims_rope": (4, 2, 2),
     }
     inputs = {
         "hidden_states": rand(1, 16, 8), "encoder_hidden_states": rand(1, 6, 2, 16), "timestep": t(0.5),
@@ -314,10 +295,8 @@ def prx():
 def glm_image():
     config = _COGVIEW | {"condition_dim": 8, "prior_vq_quantizer_codebook_size": 64}
     inputs = {
-        "hidden_states": rand(1, 4, 8, 8), "encoder_hidden_states": rand(1, 12, 8), "prior_token_id": torch.randint(0,
-            64, (1,)),
-        "prior_token_drop": torch.zeros(1, dtype=torch.bool), "timestep": t(), "target_size": torch.tensor([[8.0,
-            8.0]]),
-        "crop_coords": torch.zeros(1, 2),
+        "hidden_states": rand(1, 4, 8, 8), "encoder_hidden_states": rand(1, 12, 8),
+        "prior_token_id": torch.randint(0, 64, (1,)), "prior_token_drop": torch.zeros(1, dtype=torch.bool),
+        "timestep": t(), "target_size": torch.tensor([[8.0, 8.0]]), "crop_coords": torch.zeros(1, 2),
     }
     return config, inputs

@@ -86,8 +86,7 @@ def unet_sdxl():
 def unet_simple_cross():
     config = _UNET | {
         "attention_head_dim": 8, "down_block_types": ("SimpleCrossAttnDownBlock2D",) * 2,
-        "up_block_types": ("SimpleCrossAttnUpBlock2D",) * 2,
-        "mid_block_type": "UNetMidBlock2DSimpleCrossAttn",
+        "up_block_types": ("SimpleCrossAttnUpBlock2D",) * 2, "mid_block_type": "UNetMidBlock2DSimpleCrossAttn",
     }
     return config, _sd_inputs()
 
@@ -96,9 +95,8 @@ def unet_simple_cross():
 def unet_unconditional():
     config = {
         "block_out_channels": (16, 32), "norm_num_groups": 8, "layers_per_block": 1, "in_channels": 3,
-        "out_channels": 3, "sample_size": 16,
-        "attention_head_dim": 8, "down_block_types": ("DownBlock2D", "AttnDownBlock2D"),
-        "up_block_types": ("AttnUpBlock2D", "UpBlock2D"),
+        "out_channels": 3, "sample_size": 16, "attention_head_dim": 8,
+        "down_block_types": ("DownBlock2D", "AttnDownBlock2D"), "up_block_types": ("AttnUpBlock2D", "UpBlock2D"),
     }
     return config, {"sample": rand(1, 3, 16, 16), "timestep": 10}
 
@@ -134,8 +132,7 @@ def unet_motion():
 def unet_svd():
     config = {
         "block_out_channels": (32, 64), "cross_attention_dim": 32, "num_attention_heads": (4, 8), "in_channels": 4,
-        "out_channels": 4,
-        "layers_per_block": 1, "sample_size": 8, "projection_class_embeddings_input_dim": 24,
+        "out_channels": 4, "layers_per_block": 1, "sample_size": 8, "projection_class_embeddings_input_dim": 24,
         "addition_time_embed_dim": 8,
         "down_block_types": ("CrossAttnDownBlockSpatioTemporal", "DownBlockSpatioTemporal"),
         "up_block_types": ("UpBlockSpatioTemporal", "CrossAttnUpBlockSpatioTemporal"),

@@ -13,9 +13,8 @@ from tests.support.tiny_models import model, rand, t
 
 _WAN = {
     "patch_size": (1, 2, 2), "num_attention_heads": 2, "attention_head_dim": 16, "in_channels": 4, "out_channels": 4,
-    "text_dim": 16,
-    "freq_dim": 32, "ffn_dim": 32, "num_layers": 1, "cross_attn_norm": True, "qk_norm": "rms_norm_across_heads",
-    "rope_max_seq_len": 32,
+    "text_dim": 16, "freq_dim": 32, "ffn_dim": 32, "num_layers": 1, "cross_attn_norm": True,
+    "qk_norm": "rms_norm_across_heads", "rope_max_seq_len": 32,
 }
 
 
@@ -54,10 +53,8 @@ def chrono_edit():
 
 _COGVIDEO = {
     "num_attention_heads": 2, "attention_head_dim": 16, "in_channels": 4, "out_channels": 4, "time_embed_dim": 2,
-    "text_embed_dim": 8,
-    "num_layers": 1, "sample_width": 8, "sample_height": 8, "sample_frames": 8, "patch_size": 2,
-    "temporal_compression_ratio": 4,
-    "max_text_seq_length": 8,
+    "text_embed_dim": 8, "num_layers": 1, "sample_width": 8, "sample_height": 8, "sample_frames": 8, "patch_size": 2,
+    "temporal_compression_ratio": 4, "max_text_seq_length": 8,
 }
 
 
@@ -70,10 +67,9 @@ def cogvideox():
 def consisid():
     config = _COGVIDEO | {
         "cross_attn_interval": 1, "is_kps": False, "is_train_face": True, "cross_attn_dim_head": 8,
-        "cross_attn_num_heads": 1,
-        "LFE_id_dim": 2, "LFE_vit_dim": 2, "LFE_depth": 5, "LFE_dim_head": 8, "LFE_num_heads": 2,
-        "LFE_num_id_token": 1,
-        "LFE_num_querie": 1, "LFE_output_dim": 21, "LFE_ff_mult": 1, "LFE_num_scale": 1,
+        "cross_attn_num_heads": 1, "LFE_id_dim": 2, "LFE_vit_dim": 2, "LFE_depth": 5, "LFE_dim_head": 8,
+        "LFE_num_heads": 2, "LFE_num_id_token": 1, "LFE_num_querie": 1, "LFE_output_dim": 21, "LFE_ff_mult": 1,
+        "LFE_num_scale": 1,
     }
     inputs = {"hidden_states": rand(1, 1, 4, 8, 8), "encoder_hidden_states": rand(1, 8, 8), "timestep": t()}
     return config, inputs | {"id_vit_hidden": [torch.ones(1, 2, 2)], "id_cond": torch.ones(1, 2)}
@@ -83,13 +79,11 @@ def consisid():
 def ltx():
     config = {
         "in_channels": 4, "out_channels": 4, "num_attention_heads": 2, "attention_head_dim": 8,
-        "cross_attention_dim": 16,
-        "num_layers": 1, "caption_channels": 16,
+        "cross_attention_dim": 16, "num_layers": 1, "caption_channels": 16,
     }
     inputs = {
         "hidden_states": rand(1, 2 * 6 * 6, 4), "encoder_hidden_states": rand(1, 16, 16), "timestep": t(),
-        "num_frames": 2,
-        "height": 6, "width": 6, "encoder_attention_mask": (torch.arange(16) < 12).long()[None],
+        "num_frames": 2, "height": 6, "width": 6, "encoder_attention_mask": (torch.arange(16) < 12).long()[None],
     }
     return config, inputs
 
@@ -98,9 +92,8 @@ def ltx():
 def hunyuan_video():
     config = {
         "in_channels": 4, "out_channels": 4, "num_attention_heads": 2, "attention_head_dim": 16, "num_layers": 1,
-        "num_single_layers": 1,
-        "num_refiner_layers": 1, "patch_size": 2, "patch_size_t": 1, "guidance_embeds": True, "text_embed_dim": 16,
-        "pooled_projection_dim": 8, "rope_axes_dim": (4, 4, 8),
+        "num_single_layers": 1, "num_refiner_layers": 1, "patch_size": 2, "patch_size_t": 1, "guidance_embeds": True,
+        "text_embed_dim": 16, "pooled_projection_dim": 8, "rope_axes_dim": (4, 4, 8),
     }
     inputs = _video_inputs() | {"pooled_projections": rand(1, 8), "encoder_attention_mask": torch.ones(1, 12),
         "guidance": t(6000.0)}
@@ -144,10 +137,9 @@ def allegro():
 def latte():
     config = {
         "sample_size": 8, "num_layers": 1, "patch_size": 2, "attention_head_dim": 8, "num_attention_heads": 2,
-        "caption_channels": 8,
-        "in_channels": 4, "cross_attention_dim": 16, "out_channels": 8, "attention_bias": True,
-        "num_embeds_ada_norm": 1000,
-        "norm_type": "ada_norm_single", "norm_elementwise_affine": False, "video_length": 2,
+        "caption_channels": 8, "in_channels": 4, "cross_attention_dim": 16, "out_channels": 8, "attention_bias": True,
+        "num_embeds_ada_norm": 1000, "norm_type": "ada_norm_single", "norm_elementwise_affine": False,
+        "video_length": 2,
     }
     return config, _video_inputs(text_dim=8)
 
@@ -168,10 +160,8 @@ def cosmos():
 def kandinsky5():
     config = {
         "in_visual_dim": 4, "in_text_dim": 8, "in_text_dim2": 8, "time_dim": 16, "out_visual_dim": 4,
-        "patch_size": (1, 2, 2),
-        "model_dim": 32, "ff_dim": 32, "num_text_blocks": 1, "num_visual_blocks": 1, "axes_dims": (4, 4, 8),
-        "visual_cond": False,
-        "attention_type": "regular",
+        "patch_size": (1, 2, 2), "model_dim": 32, "ff_dim": 32, "num_text_blocks": 1, "num_visual_blocks": 1,
+        "axes_dims": (4, 4, 8), "visual_cond": False, "attention_type": "regular",
     }
     inputs = {
         "hidden_states": rand(1, 2, 8, 8, 4), "encoder_hidden_states": rand(1, 6, 8), "pooled_projections": rand(1,
@@ -204,8 +194,7 @@ def ace_step_gqa():
         "head_dim": 8, "in_channels": 24, "audio_acoustic_hidden_dim": 8, "patch_size": 2, "sliding_window": 16,
     }
     inputs = {
-        "hidden_states": rand(1, 16, 8), "timestep": t(0.5), "timestep_r": t(0.5), "encoder_hidden_states": rand(1,
-            10, 32),
-        "context_latents": rand(1, 16, 16),
+        "hidden_states": rand(1, 16, 8), "timestep": t(0.5), "timestep_r": t(0.5),
+        "encoder_hidden_states": rand(1, 10, 32), "context_latents": rand(1, 16, 16),
     }
     return config, inputs

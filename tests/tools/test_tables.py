@@ -12,7 +12,7 @@ from tools.headline import FIGURES, figures_markdown
 from tools.kernel_tables import cold_start, linear_rivals, linears, many_gpus, mixed
 from tools.pages import PAGES, main, replace_sections, sections, update
 from tools.peer_tables import peer_models, peers, whole_pictures
-from tools.tables import LANGUAGE, launch_layers, results_markdown
+from tools.tables import LANGUAGE, results_markdown
 
 
 QUALITY = {"suite": "quality", "provider": "sage_kernels", "recipe": "r", "batch": 32, "unit": "dB", "gpu": "cpu"}
@@ -135,18 +135,6 @@ def test_many_gpus_are_compared_with_one_gpu_of_the_same_run(tmp_path):
     assert "| wan | 2 | ring | – | – | 25.0, 2.000 ×, 0.80 | H200 | b |" in text
 
 
-def test_launch_layers_have_a_table_of_their_own(tmp_path):
-    path = tmp_path / "results.csv"
-    timed = {"suite": "end_to_end", "gpu": "H200", "metric": "time", "unit": "ms", "provider": "sage_kernels"}
-    timed |= {"recipe": "r", "p20": 1, "p80": 3}
-    for variant, median in (("everything", 2), ("without_replay", 3), ("everything", 2.5)):
-        append_row(path, **timed, case=f"sdxl_1024/min_tokens0/{variant}", commit="a", median=median)
-    text = launch_layers(read_rows(path))
-    assert "| sdxl_1024/min_tokens0 | a | H200 | ms | 2.0 (1.0 – 3.0) | 3.0 (1.0 – 3.0) |" in text
-    assert "| sdxl_1024/min_tokens0 | a | H200 | ms | 2.5 (1.0 – 3.0) | – |" in text  # another run
-    assert "sdxl" not in results_markdown(read_rows(path))
-
-
 def test_the_summary_shows_the_largest_run_on_a_gpu_and_lengths_worth_int8(tmp_path):
     path = tmp_path / "results.csv"
     quality = QUALITY | {"recipe": DEFAULT_RECIPE, "metric": "psnr_db_mean"}
@@ -186,7 +174,7 @@ def test_attention_table_sets_cudnn_beside_ours(tmp_path):
     assert "| shape | on | cuDNN | timestep, r | timestep, s |" in text
     assert "| D128_N4096_full | H200 | 620 | 650 (1.05×) | 640 (1.03×) |" in text
     assert "| r | timestep | 0.011 |" in text and "| s | timestep | – |" in text
-    assert text.count("| D128_N4096_full |") == 1 and "No rows yet: `sage-processors bench rules" in text
+    assert text.count("| D128_N4096_full |") == 1 and "No rows yet: `python kernels/benchmarks/bench_rules.py" in text
 
 
 def test_decoding_is_held_against_the_fastest_other_of_its_run(tmp_path):

@@ -26,7 +26,7 @@ from .scores import ClipScore, Legibility, usable, writing
 
 OURS, FLOOR, STOCK, REFERENCE = "int8", "another exact kernel", "stock", "reference"
 REFERENCES = ("stock", "float32")
-LEAST_PAIRS = 6  # see cli/calibrate.py: with fewer, equal methods differ by chance more often than once in 20 times
+LEAST_PAIRS = 6  # with fewer, equal methods differ by chance more often than once in 20 times
 
 
 @contextmanager

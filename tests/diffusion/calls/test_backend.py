@@ -78,7 +78,8 @@ def test_the_context_manager_ends():
     assert "active back end" not in str(sp.diffusers_backend_report())
 
 
-@pytest.mark.parametrize("registers", [True, pytest.param(False, marks=pytest.mark.slow("one more process"))])
+@pytest.mark.slow("processes of their own")
+@pytest.mark.parametrize("registers", [True, False])
 def test_the_environment_variable(registers):
     code = f"""
         import os
@@ -202,6 +203,7 @@ def test_a_report_is_of_pipelines_and_models():
         sp.diffusers_backend_report("flux")
 
 
+@pytest.mark.slow("compiles a model")
 def test_a_compiled_model_is_one_graph_and_counts_its_calls():
     torch._dynamo.reset()
     model, inputs = MODELS["qwen_image_padded"]()

@@ -9,6 +9,9 @@ from tests.support.tiny_models import OLDEST
 from tests.support.two_processes import two_processes
 
 
+pytestmark = pytest.mark.slow("starts two processes")
+
+
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory):
     """{(kind, option): one row of each process}."""

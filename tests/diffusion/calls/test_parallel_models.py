@@ -12,7 +12,7 @@ from tests.support.two_processes import two_processes
 if OLDEST:
     pytest.skip("0.36 has no hooks for it on models like these", allow_module_level=True)
 
-pytestmark = pytest.mark.slow("two processes draw all of them; test_backend_parallel has the quick ones")
+pytestmark = pytest.mark.slow("two processes draw all of them")
 
 # Two runs in INT8 differ as each does from exact attention: linear layers of half of the tokens round in another
 # order, and codes follow. Two errors of that size, which may add up.

@@ -70,7 +70,12 @@ class CountedSDPA:
         return result, self.calls - before
 
 
-@pytest.mark.parametrize("name", MODELS)
+LARGE = ("kandinsky3", "unet_3d", "unet_motion", "unet_svd")
+LARGE_LAST = [name for name in MODELS if name not in LARGE]
+LARGE_LAST += [pytest.param(name, marks=pytest.mark.slow("a larger UNet")) for name in LARGE]
+
+
+@pytest.mark.parametrize("name", LARGE_LAST)
 def test_swap_is_exact_complete_close_and_undone(name, monkeypatch):
     model, inputs = MODELS[name]()
     sdpa = CountedSDPA(monkeypatch)

@@ -48,7 +48,9 @@ def outside(model):
     return next(x for x in model.modules() if id(x) not in own and not list(x.children()) and x is not model)
 
 
-@pytest.mark.parametrize("name", POPULAR)
+@pytest.mark.parametrize(
+    "name", [x if x == "flux" else pytest.param(x, marks=pytest.mark.slow("as flux")) for x in POPULAR]
+)
 def test_a_forward_that_waits_has_graphs_of_its_blocks(name):
     """The same bits and counts as without graphs."""
     model, inputs = MODELS[name]()

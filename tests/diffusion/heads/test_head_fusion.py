@@ -46,11 +46,9 @@ def compiled(function, call, backend=passes_alone):
         config.pre_grad_custom_pass = before
 
 
-MORE = pytest.mark.slow("compiles one more model")
-
-
-@pytest.mark.parametrize("linears", ["none", pytest.param("int8", marks=MORE)])
-@pytest.mark.parametrize("name", ["flux", pytest.param("qwen_image_padded", marks=MORE)])
+@pytest.mark.slow("compiles a model")
+@pytest.mark.parametrize("linears", ["none", "int8"])
+@pytest.mark.parametrize("name", ["flux", "qwen_image_padded"])
 def test_a_model_has_one_such_call_for_each_layer(name, linears):
     model, inputs = MODELS[name]()
     options = sp.SageAttnProcessor(min_tokens=0, linears=sp.Linears(linears, min_features=0))
@@ -128,7 +126,11 @@ KNOWN = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", KNOWN)
+INDUCTOR = "norm and rotary"  # it makes code of one of them, and of the slow tests' models
+NAMES = [pytest.param(x, marks=pytest.mark.slow("makes code")) if x == INDUCTOR else x for x in KNOWN]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_what_is_known_is_made_in_one_pass(name):
     make, is_known = KNOWN[name]
     generator = torch.Generator().manual_seed(1)
@@ -144,8 +146,7 @@ def test_what_is_known_is_made_in_one_pass(name):
 
     with torch.no_grad():
         expected = attend(given)
-    # Inductor makes code of one of them, and of the slow tests' models
-    backend = "inductor" if name == "norm and rotary" else passes_alone
+    backend = "inductor" if name == INDUCTOR else passes_alone
     got, fused, attended = compiled(attend, lambda run: run(given), backend)
     assert (fused, attended) == (is_known, 1)
     assert sqnr_db(got, expected) > 50  # codes may round the other way here and there

@@ -321,9 +321,8 @@ def test_P24_a_scheduler_that_is_replaced_is_followed_at_once(how):
         assert all((row["calls"], row["fallbacks"]) == (3 + 4, {"window": 6}) for row in rows), rows
 
 
-@pytest.mark.parametrize(
-    "window", [{}, pytest.param({"keep": {"first_steps": 3}}, marks=pytest.mark.slow("compiles two versions"))]
-)
+@pytest.mark.slow("compiles a model")
+@pytest.mark.parametrize("window", [{}, {"keep": {"first_steps": 3}}])
 def test_P25_compiled_forwards_that_nobody_steps_are_counted(window):
     model, inputs = MODELS["flux"]()
     pipe = Pipe(model, diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0))
@@ -340,6 +339,7 @@ def test_P25_compiled_forwards_that_nobody_steps_are_counted(window):
         assert rows == ({(4, (("window", 6), ("unfollowed", 4)))} if window else {(14, ())})
 
 
+@pytest.mark.slow("compiles a model")
 def test_P25_forwards_inside_of_code_that_is_compiled_around_them_are_counted():
     model, inputs = MODELS["flux"]()
     pipe = Pipe(model, diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0))

@@ -130,7 +130,8 @@ def test_strict_policy_accepts_what_was_asked_for(caplog):
 # --- compiled ---
 
 
-@pytest.mark.parametrize("scaling", ["timestep", pytest.param("dynamic", marks=pytest.mark.slow("as timestep"))])
+@pytest.mark.slow("compiles two versions")
+@pytest.mark.parametrize("scaling", ["timestep", "dynamic"])
 def test_compiled_windows_make_two_versions_however_often_they_switch(scaling):
     pipe, model, inputs = flux_pipe()
     config = options(scaling=scaling, keep={"first_steps": 2, "last_steps": 3})

@@ -302,6 +302,7 @@ def test_T06_8_processes_with_a_cold_cache_and_fork_after_import(method, tmp_pat
     assert in_a_fresh_process(code, tmp_path) == "same"
 
 
+@pytest.mark.slow("a process of its own")
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 def test_T06_fork_after_import_runs_on_the_cpu(tmp_path):
     code = """

@@ -308,6 +308,7 @@ def test_row_maxima_of_another_shape_are_an_error(name, fp8):
         call(fp8, q, k, v, state=state)
 
 
+@pytest.mark.slow("measures rounding")
 def test_rounding_error_by_the_size_of_the_largest_p():
     """Why a lagged reference may lie so far above the row's largest score and no further: LAGGED_LOWEST."""
     generator = torch.Generator().manual_seed(0)

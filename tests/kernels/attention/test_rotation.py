@@ -269,6 +269,7 @@ def test_rotation_costs_little_where_nothing_is_wrong(mode):
     assert rotated > plain - 0.5, (plain, rotated)
 
 
+@pytest.mark.slow("measures a table")
 def test_the_table_of_the_documentation_is_what_is_measured():
     """kernels/README.md, section 7: a row a family, a cell "without → with" for each scaling."""
     readme = (ROOT / "kernels" / "README.md").read_text(encoding="utf-8")

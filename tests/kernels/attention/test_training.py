@@ -186,6 +186,7 @@ def test_T08_ring_parts_of_the_keys_add_up():
     assert max(errors(joined, whole)) < SAME
 
 
+@pytest.mark.slow("opcheck runs a call in many ways")
 def test_T09_opcheck():
     q, k, v, grad = leaves(1, 20, 2, 16)
     op = torch.ops.sage_kernels.attention_training

@@ -74,7 +74,9 @@ def llama():
 INPUTS = prompts(5, 40, 17, 70, 3, 33)  # some take several steps, as a step has 48 tokens
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [x if x == "llama" else pytest.param(x, marks=pytest.mark.slow("as llama")) for x in MODELS]
+)
 def test_texts_are_those_of_single_prompts_and_of_stock(name):
     model = make(name)
     ids = [torch.tensor([x]) for x in INPUTS]

@@ -231,6 +231,7 @@ PLACES = {
 }  # fmt: skip
 
 
+@pytest.mark.slow("a run for each fault")
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("first", [True, False])
 def test_no_fault_ends_a_run_or_changes_it(place, first, graphs, monkeypatch):

@@ -43,6 +43,7 @@ def flux():
     return model, inputs, run(model, inputs)
 
 
+@pytest.mark.slow("compiles a whole model")
 def test_whole_models_are_one_graph_over_all_steps():
     model, inputs, expected = flux()
     backend = Backend()

@@ -73,6 +73,7 @@ def is_same(outputs, others) -> bool:
     return all(torch.equal(out, other) for out, other in zip(outputs, others, strict=True))
 
 
+@pytest.mark.slow("compiles whole models")
 @pytest.mark.parametrize("kind, whole", [("flux", False), ("flux", True), ("unet_sdxl", False)])
 @pytest.mark.parametrize("format", ["int8", "fp8"])
 @torch.no_grad()

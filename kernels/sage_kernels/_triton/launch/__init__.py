@@ -12,8 +12,8 @@ May import `_triton/compat` and torch. The other rooms and the ops use:
 There are two ways to launch, the fastest first, with the same kernels and arguments:
     replay.py     for a Replay: the launcher that Triton built for the compiled kernel
     launcher.py   for a first call: that same launcher if an equal launch was made before, else Triton's kernel[grid]
-recording.py has the tape on which a thread notes the launches of a call. What each way saves in whole models is
-measured by kernels/benchmarks/bench_launch_layers.py.
+recording.py has the tape on which a thread notes the launches of a call. kernels/NOTES.md says what
+each way saves in whole models.
 """
 
 from .ahead import Compiling, compile_ahead, compiled_together
