@@ -19,8 +19,10 @@ NAMES = (
     "torch.Tensor._make_wrapper_subclass",
     "torch._C._construct_storage_from_data_pointer",
     "torch._C._cuda_endAllocateToPool",
+    "torch._C._cuda_getCurrentRawStream",
     "torch._C._dispatch_keys",
     "torch._C._dispatch_tls_local_include_set",
+    "torch._C._is_any_autocast_enabled",
     "torch._C._len_torch_function_stack",
     "torch._C._storage_Use_Count",
     "torch._C.DispatchKey",
@@ -104,9 +106,13 @@ def is_unobserved() -> bool:
 
     Compilers, tracers, profilers, modes and transforms of torch.func do. False without the names to tell.
     """
+    return not torch.compiler.is_compiling() and is_unobserved_eagerly()
+
+
+def is_unobserved_eagerly() -> bool:
+    """Return what `is_unobserved` does, in code that torch.compile does not trace."""
     return (
         SEES_DISPATCH
-        and not torch.compiler.is_compiling()
         and _included().raw_repr() | _QUIET == _QUIET
         and _function_modes() == 0
         and not _is_profiling()
@@ -139,6 +145,10 @@ def has_tangent(x: torch.Tensor) -> bool:
     return differentiates_forward() and forward_ad.unpack_dual(x).tangent is not None
 
 
+# Returns True if autocast is on for some device of this thread; without the name each device is asked
+is_any_autocast = find("torch._C._is_any_autocast_enabled") or (lambda: True)
+# Returns the address of the current stream of the GPU with this index, without making an object for it
+current_stream = find("torch._C._cuda_getCurrentRawStream") or (lambda gpu: torch.cuda.current_stream(gpu).cuda_stream)
 # Gradients of attention from output and log-sum-exp, by kernels without a score matrix; None: use the formula
 flash_backward = find("torch.ops.aten._scaled_dot_product_flash_attention_backward")
 flash_backward_for_cpu = find("torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward")
@@ -202,8 +212,10 @@ def function_modes() -> list:
 
     Without the name to look them up: [None] where there may be one.
     """
+    if _function_modes is not None and _function_modes() == 0:
+        return []
     if _mode_stack is None:
-        return [] if _function_modes is not None and _function_modes() == 0 else [None]
+        return [None]
     return [mode for mode in _mode_stack() if _device_context is None or not isinstance(mode, _device_context)]
 
 

@@ -11,11 +11,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from sage_kernels import QuantizedRows
-from sage_kernels.compat import is_differentiating_forward
+from sage_kernels.compat import is_any_autocast, is_differentiating_forward
 
 from ..patching.derived import Derived, derived
-from ..postponed.region import current, is_caller_known
+from ..postponed.region import in_thread, is_caller_known
 from ..postponed.tensor import CAN_WAIT, Postponed, is_dual, ordinary_in, version_of
+from ..torch_modes import is_autocast
 from .balance import vector_of
 from .postponed.activations import quantized
 from .postponed.columns import PostponedColumns
@@ -27,6 +28,7 @@ from .weights.storage import CODES, SCALE, as_saved, in_place, is_captured
 
 
 _DEVICES = ("cpu", "cuda")
+_ORDINARY = (torch.Tensor, nn.Parameter)
 _READY = (PostponedNorm, PostponedColumns)  # postponed results that quantise themselves
 _CALLED = EVENTS.index(CALLED)
 
@@ -58,17 +60,23 @@ def call_replaced(base: Any, module: nn.Module, weight: torch.Tensor, x: torch.T
     return made
 
 
-def _reason_against(module, state: LinearState, x, weight) -> str | None:
-    """Return the reason why this call can't run in 8 bit, or None. Reads no numbers."""
+def _reason_against(module, state: LinearState, x, weight, autocast: torch.dtype | None) -> str | None:
+    """Return the reason why this call can't run in 8 bit, or None. Reads no numbers.
+
+    autocast: as `_autocast` returns it.
+    """
+    if weight is None or "bias" not in module._parameters:  # pruning and parametrizations change that
+        return "other"
     if module.training:
         return "training"
-    if x.dtype not in DTYPES:
+    dtype, shape = x.dtype, x.shape
+    if dtype not in DTYPES:
         return "dtype"
-    if not 2 <= x.dim() <= 4 or x.shape[-1] != module.in_features:
+    if not 2 <= len(shape) <= 4 or shape[-1] != module.in_features:
         return "rank"
-    if x.numel() == 0:
+    if 0 in shape:
         return "empty"
-    if stays_in_16_bit(state, x):
+    if state.is_gated and stays_in_16_bit(state, x):
         return "gated"
     if torch.is_grad_enabled():
         bias = module._parameters.get("bias")
@@ -76,24 +84,19 @@ def _reason_against(module, state: LinearState, x, weight) -> str | None:
             return "gradient"
     if is_differentiating_forward() and (is_dual(x) or is_dual(weight)):
         return "gradient"
-    if x.device.type not in _DEVICES or weight.device != x.device:
+    device = x.device
+    if weight.device != device or device.type not in _DEVICES:
         return "device"
-    if torch.is_autocast_enabled(x.device.type):
-        return None if torch.get_autocast_dtype(x.device.type) in DTYPES else "autocast"
+    if autocast is not None:
+        return None if autocast in DTYPES else "autocast"
     if weight.dtype in AT_REST and state.is_filled:
         return None  # another thread's call has put it to rest
-    return None if x.dtype == weight.dtype else "dtype"
+    return None if dtype == weight.dtype else "dtype"
 
 
-def _has_parameters(module) -> bool:
-    """Return True if weight and bias are parameters. Pruning and parametrizations change that."""
-    parameters = module._parameters
-    return parameters.get("weight") is not None and "bias" in parameters
-
-
-def _output_dtype(x) -> torch.dtype:
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+def _autocast(x) -> torch.dtype | None:
+    """Return the dtype of autocast on the device of x, or None if it is off."""
+    return torch.get_autocast_dtype(x.device.type) if is_autocast(x.device) else None
 
 
 def _in_16_bit(module, base, x):
@@ -101,7 +104,7 @@ def _in_16_bit(module, base, x):
     state = module._sage
     if not state.dropped:
         parameters = module._parameters
-        if base.forward is FORWARD and _has_parameters(module):
+        if base.forward is FORWARD and parameters.get("weight") is not None and "bias" in parameters:
             # not by the property `weight` below, which takes its caller for somebody who may write to the weight
             return F.linear(x, parameters["weight"], parameters["bias"])
         return base.forward(module, x)
@@ -125,10 +128,9 @@ def _in_8_bit(module, base, x):
     shared = state.shared
     shared.was_called = True
     is_postponed = type(x) in _READY and not x._is_out
-    if not is_postponed:
-        if isinstance(x, Postponed):
-            x = x.tensor()
-        if not isinstance(x, torch.Tensor) or type(x) not in (torch.Tensor, nn.Parameter):
+    if not is_postponed and type(x) not in _ORDINARY:
+        x = ordinary_in(x)
+        if type(x) not in _ORDINARY:
             shared.had_work = True
             state.count_in_16_bit("subclass")
             return _in_16_bit(module, base, x)
@@ -142,12 +144,13 @@ def _in_8_bit(module, base, x):
             state.events.add(SHORT)
             return _in_16_bit(module, base, x)
     shared.had_work = True
+    autocast = _autocast(x) if is_any_autocast() else None
     weight = module._parameters.get("weight")
-    reason = _reason_against(module, state, x, weight) if _has_parameters(module) else "other"
+    reason = _reason_against(module, state, x, weight, autocast)
     if reason is None:
         with shared.lock:
             if state.prepare(module):
-                return _multiplied(module, state, x, is_postponed)
+                return _multiplied(module, state, x, is_postponed, autocast or x.dtype)
             reason = state.failure if state.failed else "other"
     if reason in ("training", "gradient"):
         state.may_be_trained(module)
@@ -155,16 +158,16 @@ def _in_8_bit(module, base, x):
     return _in_16_bit(module, base, ordinary_in(x))
 
 
-def _multiplied(module, state: LinearState, x, is_postponed: bool):
+def _multiplied(module, state: LinearState, x, is_postponed: bool, dtype: torch.dtype):
     """Run a call in 8 bit with a weight that is ready. Under the lock: no thread changes it meanwhile."""
-    dtype, region = _output_dtype(x), current()
-    storage = state.storage
-    if storage.device != x.device:
-        storage.move(x.device)
-    storage.is_fixed = storage.is_fixed or is_captured(x.device)
-    balance = None if state.is_weight_only else vector_of(state, x.device)
+    region, storage, device = in_thread.region, state.storage, x.device
+    if storage.device != device:
+        storage.move(device)
+    captured = is_captured(device)
+    storage.is_fixed = storage.is_fixed or captured
+    balance = None if state.balance is None or state.is_weight_only else vector_of(state, device)
     few = is_few(state, x, dtype)
-    state.events.add(FEW_ROWS if few and not state.is_weight_only else _CALLED)
+    state.events.add_uncompiled(FEW_ROWS if few and not state.is_weight_only else _CALLED, captured)
     rows: QuantizedRows | torch.Tensor
     if few:
         is_norm = type(x) is PostponedNorm
@@ -173,9 +176,9 @@ def _multiplied(module, state: LinearState, x, is_postponed: bool):
         rows = x.rows(state.format, balance) if is_postponed else quantized(x, state.format, balance, region)
     if not few and state.probe is not None and state.probe.shared.on:
         state.probe.compare(module, x, rows)
-    version = 0 if is_postponed else version_of(x)
-    if state.run is not None and region is not None and version is not None:
-        y = state.run.output(state.index, x, version, rows, dtype, region)
+    if state.run is not None and region is not None:
+        version = 0 if is_postponed else version_of(x)
+        y = None if version is None else state.run.output(state.index, x, version, rows, dtype, region)
         if y is not None:
             return y
     # joined projections are ordinary tensors in some calls, so they are never postponed: rounding stays the same. Nor
@@ -184,19 +187,20 @@ def _multiplied(module, state: LinearState, x, is_postponed: bool):
     if not is_ours or storage.is_joined or not CAN_WAIT or not is_caller_known(3):
         return product(module, rows, state.bias, dtype=dtype)
     shape = torch.Size((*x.shape[:-1], module.out_features))
-    return PostponedLinear(shape, dtype, x.device, module, rows)
+    return PostponedLinear(shape, dtype, device, module, rows)
 
 
 def _compiled(module, base, x):
     """Run a swapped linear layer in compiled code, by registered ops. The compiler does all the rest."""
     state = module._sage
-    few = is_few(state, x, _output_dtype(x))
+    autocast = _autocast(x)
+    few = is_few(state, x, autocast or x.dtype)
     if not few and x.numel() < state.short_below and is_timed(x.device):
         state.is_short_compiled = True
         return _in_16_bit(module, base, x)
     storage = state.storage
     weight = module._parameters.get("weight")
-    reason = _reason_against(module, state, x, weight) if _has_parameters(module) else "other"
+    reason = _reason_against(module, state, x, weight, autocast)
     if reason is None and weight.shape != (module.out_features, module.in_features):
         reason = "other"
     home = storage.modules[0]._buffers
@@ -210,7 +214,7 @@ def _compiled(module, base, x):
         state.count_in_16_bit(reason)
         return _in_16_bit(module, base, x)
     ops = torch.ops.sage_kernels
-    dtype = _output_dtype(x)
+    dtype = autocast or x.dtype
     codes, scale = storage.rows_of(state.index, state.index)
     bias = module._parameters.get("bias")
     alone_in_turns = storage.in_turns and len(storage.modules) == 1

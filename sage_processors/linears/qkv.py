@@ -91,7 +91,7 @@ class Run:
         if not all([state.prepare(module) for state, module in zip(states[1:], modules[1:], strict=True)]):
             return None
         together = multiplied(rows, storage.rows_of(first, last), storage.bias(first, last), dtype=dtype)
-        parts = together.split([module.out_features for module in modules], -1)
+        parts = together.split_with_sizes([module.out_features for module in modules], -1)
         results = {i: (s.version, s.bias, y) for i, s, y in zip(range(first, last + 1), states, parts, strict=True)}
         own = results.pop(first)[2]
         region.joined[id(self)] = _Waiting(self, x, version, dtype, results)

@@ -21,7 +21,17 @@ _CALLING = ("torch/nn/modules/module.py", "accelerate/hooks.py", "diffusers/hook
 _STANDARD = os.path.dirname(os.__file__)
 
 _is_library: dict[str, bool] = {}
-_of_file: dict[str, bool | None] = {}  # results of `_kind`
+
+
+class _Kinds(dict[str, bool | None]):
+    """Kinds of source files: True for a library's, False for another one, None for one of `_CALLING`."""
+
+    def __missing__(self, name: str) -> bool | None:
+        found = None if name.replace("\\", "/").endswith(_CALLING) else is_library_file(name)
+        return self.setdefault(name, found)
+
+
+_kinds = _Kinds()
 
 
 @functools.cache
@@ -67,18 +77,9 @@ def is_called_by_library(depth: int) -> bool:
     far as possible: going from one frame to the next costs three times as much.
     """
     caller = sys._getframe(depth + 1)
-    if (found := _kind(caller.f_code.co_filename)) is not None:
+    if (found := _kinds[caller.f_code.co_filename]) is not None:
         return found  # forward was called directly, not through __call__
     caller = sys._getframe(depth + 3)  # behind _call_impl and _wrapped_call_impl
-    while (found := _kind(caller.f_code.co_filename)) is None and caller.f_back is not None:
+    while (found := _kinds[caller.f_code.co_filename]) is None and caller.f_back is not None:
         caller = caller.f_back
     return bool(found)
-
-
-def _kind(name: str) -> bool | None:
-    """Return True for a library's file, False for another one, None for a file of `_CALLING`."""
-    try:
-        return _of_file[name]
-    except KeyError:
-        found = None if name.replace("\\", "/").endswith(_CALLING) else is_library_file(name)
-        return _of_file.setdefault(name, found)

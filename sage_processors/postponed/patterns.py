@@ -77,6 +77,7 @@ def is_by_token(x: torch.Tensor, shape: torch.Size) -> bool:
     if not 1 <= dims <= len(shape) or x.shape[-1] != shape[-1] or x.dtype not in FLOATS:
         return False
     middle = x.shape[:-1] if dims < len(shape) else x.shape[1:-1]
-    if any(size != 1 for size in middle):
-        return False
+    for size in middle:  # not any(): its generator takes longer
+        if size != 1:
+            return False
     return dims < len(shape) or dims == 1 or x.shape[0] in (1, shape[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 import weakref
 from typing import Any
 
@@ -28,14 +29,13 @@ class Postponed(torch.Tensor):
     _is_out = False  # the ordinary tensor was handed out
 
     @staticmethod
-    def __new__(cls, shape: Any, dtype: Any, device: Any, *_: Any, **__: Any) -> Any:
-        return make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
-
-    def __init__(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> None:
+    def __new__(cls, shape: torch.Size, dtype: torch.dtype, device: torch.device, *_: Any, **__: Any) -> Any:
+        self = make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
         self._shape, self._dtype, self._device = shape, dtype, device
         region = in_thread.region
         if region is not None:
             region.waiting.append(weakref.ref(self))
+        return self
 
     def _compute(self) -> torch.Tensor:
         raise NotImplementedError
@@ -67,9 +67,9 @@ class Postponed(torch.Tensor):
         return False
 
     # Known without the numbers. The default way, through __torch_function__, would take microseconds for each.
-    shape = property(lambda self: self._shape)
-    dtype = property(lambda self: self._dtype)
-    device = property(lambda self: self._device)
+    shape = property(operator.attrgetter("_shape"))
+    dtype = property(operator.attrgetter("_dtype"))
+    device = property(operator.attrgetter("_device"))
     ndim = property(lambda self: len(self._shape))
     is_cuda = property(lambda self: self._device.type == "cuda")
     is_meta = property(lambda self: False)
@@ -183,11 +183,14 @@ def ordinary_in(value: Any) -> Any:
 
     Plain lists, tuples and dicts are copied. All other objects are returned as they are.
     """
+    kind = type(value)
+    if kind is torch.Tensor:  # asked first, as isinstance takes longer
+        return value
     if isinstance(value, Postponed):
         return value.tensor()
-    if type(value) in (tuple, list):
-        return type(value)(ordinary_in(x) for x in value)
-    return {name: ordinary_in(x) for name, x in value.items()} if type(value) is dict else value
+    if kind is tuple or kind is list:
+        return kind([ordinary_in(x) for x in value])
+    return {name: ordinary_in(x) for name, x in value.items()} if kind is dict else value
 
 
 def ordinary(value: Any) -> Any:

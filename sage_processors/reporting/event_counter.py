@@ -16,7 +16,11 @@ from sage_kernels.compat import mark_static_address
 _counting = threading.Lock()  # one for all counters, as counters are copied together with their layers
 
 
-_thread = threading.local()
+class _Thread(threading.local):
+    events: list[tuple[EventCounter, int, int]] | None = None  # see `collected`
+
+
+_thread = _Thread()
 _settlers: weakref.WeakSet = weakref.WeakSet()
 
 
@@ -31,7 +35,7 @@ def settle_with(settler: Any) -> None:
 @contextmanager
 def collected() -> Iterator[list[tuple[EventCounter, int, int]]]:
     """Collect (counter, event, calls) of this thread's calls in place of counting them."""
-    before, _thread.events = getattr(_thread, "events", None), []
+    before, _thread.events = _thread.events, []
     try:
         yield _thread.events
     finally:
@@ -61,16 +65,22 @@ class EventCounter:
         """Count events, in an eager, compiled or captured call."""
         if torch.compiler.is_compiling():
             self.traced[event].add_(calls)
-        elif getattr(_thread, "events", None) is not None:
+        else:
+            is_captured = self.traced.is_cuda and torch.cuda.is_current_stream_capturing()
+            self.add_uncompiled(event, is_captured, calls)
+
+    def add_uncompiled(self, event: int, is_captured: bool, calls: int = 1) -> None:
+        """Count events in an eager or captured call."""
+        if _thread.events is not None:
             _thread.events.append((self, event, calls))
-        elif self.traced.is_cuda and torch.cuda.is_current_stream_capturing():
+        elif is_captured and self.traced.is_cuda:
             self.traced[event].add_(calls)
         else:
             self.add_eager(event, calls)
 
     def add_eager(self, event: int, calls: int = 1) -> None:
         """Count events of calls that are neither compiled nor captured."""
-        if getattr(_thread, "events", None) is not None:
+        if _thread.events is not None:
             _thread.events.append((self, event, calls))
             return
         with _counting:

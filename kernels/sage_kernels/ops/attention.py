@@ -23,7 +23,7 @@ from ..facts.recipe import DEFAULT_RECIPE, RECIPES
 from ..facts.skipping import SkipState
 from ..facts.state import HeadState
 from .dispatch import attention_of_nothing, call_op, fake_out, fake_out_lse, register
-from .replay import TENSOR, is_plain_call, is_usual, layout_of, remember, replay_by_key
+from .replay import TENSOR, is_plain_call, is_usual, layouts_of, remember, replay_by_key
 
 
 if TYPE_CHECKING:
@@ -192,7 +192,7 @@ def _try_replay(
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return None, None
     # the types too: 1, 1.0 and True are one key of a dictionary
-    return replay_by_key((options, *map(type, options), *map(layout_of, tensors)), tensors)
+    return replay_by_key((options, *map(type, options), *layouts_of(tensors)), tensors)
 
 
 def _compute(*arguments: Any, state: HeadState | None, return_lse: bool, skip: SkipState | None = None) -> Any:

@@ -16,7 +16,7 @@ from ..checks.decode import check_append, check_decode_inputs, check_decode_opti
 from ..checks.tensors import check_called_below
 from ..facts.masking import Masking, canonical_mask, decode_band
 from .dispatch import attention_of_nothing, call_op, fake_out, fake_out_lse, register
-from .replay import TENSOR, is_plain_call, layout_of, remember, replay_by_key
+from .replay import TENSOR, is_plain_call, layouts_of, remember, replay_by_key
 
 
 if TYPE_CHECKING:
@@ -193,11 +193,10 @@ def _attend_key(q: torch.Tensor, cache: tuple[Any, ...], lengths: Any, sinks: An
     tokens = k_codes.shape[2]
     left, _ = decode_band(True, window)
     cut = cut_decode(q.shape, k_codes.shape[1], tokens, left, q.device)
-    key = ["decode", options, *map(type, options), cut, layout_of(q)]
+    key = ["decode", options, *map(type, options), cut, *layouts_of((q, *cache[4:], lengths, sinks))]
     for x in cache[:4]:
         shape = x.shape
         key.append((x.dtype, x.device, shape[:2], shape[2:3] == (tokens,), shape[3:], x.stride()))
-    key += [None if x is None else layout_of(x) for x in (*cache[4:], lengths, sinks)]
     return tuple(key), [x for x in (q, *cache, lengths, sinks) if x is not None], {"capacity": tokens}
 
 
@@ -231,7 +230,7 @@ def _append_key(tensors: Any, position: Any, ring: bool) -> Any:
         start = position
         if type(start) is not int or start < 0 or not (ring is True or start + k.shape[2] <= k_codes.shape[2]):
             return _NOT_REPLAYED[:3]
-    key = ("append", ring, type(ring), len(tensors), *(None if x is None else layout_of(x) for x in tensors))
+    key = ("append", ring, type(ring), len(tensors), *layouts_of(tensors))
     return key, [x for x in tensors if x is not None], {"start": start}
 
 

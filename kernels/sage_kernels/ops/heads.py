@@ -45,9 +45,9 @@ def qk_norm_rope(
     q_weight, k_weight = (none if x is None else x for x in (q_weight, k_weight))
     lists = (q, k, q_weight, k_weight, cos, sin)
     given: list[Any] = []
-    if all(isinstance(x, (list, tuple)) for x in lists):
+    if {list, tuple}.issuperset(map(type, lists)):
         given = [x for values in lists for x in values]
-    options = (norm, eps, pairs, *(len(x) for x in lists if given))
+    options = (norm, eps, pairs, *(map(len, lists) if given else ()))
     key, result = try_replay("heads", tuple(given), options)
     if result is None:
         check_heads(q, k, q_weight, k_weight, norm, eps, cos, sin)

@@ -34,23 +34,23 @@ def is_plain_call(*tensors) -> bool:
     (compiler, tracer, profiler, a mode, torch.func) and for tensors that it resolves first: subclasses, wrappers,
     negative bits, zeros without memory. If that can't be told, the call is not plain.
     """
-    return compat.is_unobserved() and _PLAIN.issuperset(map(type, tensors)) and compat.are_ordinary(tensors)
+    return not torch.compiler.is_compiling() and is_usual(tensors, False)
 
 
 def is_usual(tensors, dispatched: bool) -> bool:
-    """Return True if PyTorch does not change the meaning of a call, so that it may be replayed.
+    """Return True if PyTorch does not change the meaning of an eager call, so that it may be replayed.
 
     dispatched: the dispatcher has passed the call to its implementation for this device. Then everyone who has to see
     the call has seen it, and its tensors are resolved. Only a subclass of Tensor may still be something else.
     """
-    return _PLAIN.issuperset(map(type, tensors)) if dispatched else is_plain_call(*tensors)
+    is_known = _PLAIN.issuperset(map(type, tensors))
+    return is_known and (dispatched or (compat.is_unobserved_eagerly() and compat.are_ordinary(tensors)))
 
 
-def layout_of(x: torch.Tensor | None) -> tuple | None:
-    """Return all that a launch knows of a tensor, apart from its address."""
-    if x is None:  # the checks raise for it if need be
-        return None
-    return x.dtype, x.get_device(), x.shape, x.stride()  # a GPU's number: no other calls are replayed
+def layouts_of(tensors) -> list[tuple | None]:
+    """Return all that a launch knows of each tensor, apart from its address; None for None."""
+    # a GPU's number: no other calls are replayed
+    return [None if x is None else (x.dtype, x.get_device(), x.shape, x.stride()) for x in tensors]
 
 
 def replay_by_key(key: tuple, given, numbers=None):
@@ -112,4 +112,4 @@ def key_of(op: str, given: tuple, options: tuple) -> tuple:
 
     The types of options are part of it, since 1, 1.0 and True are one key of a dictionary.
     """
-    return op, options, *map(type, options), *map(layout_of, given)
+    return op, options, *map(type, options), *layouts_of(given)

@@ -40,8 +40,12 @@ class Angles(NamedTuple):
 
     def are_of(self, tensors, pairs: bool) -> bool:
         """True if a call with these tensors has these angles, and nothing was written to them since."""
-        known = all(mine.tensor is x and not mine.is_changed for mine, x in zip(self.of, tensors, strict=False))
-        return known and len(self.of) == len(tensors) and self.pairs == pairs
+        if len(self.of) != len(tensors) or self.pairs != pairs:
+            return False
+        for mine, x in zip(self.of, tensors, strict=True):
+            if mine.tensor is not x or mine.is_changed:
+                return False
+        return True
 
 
 class Segment(NamedTuple):
@@ -88,22 +92,23 @@ class PostponedHeads(Postponed):
     """
 
     def __init__(self, shape, dtype, device, segments, angles, sources, compute, of=()):
-        super().__init__(shape, dtype, device)
         self._of: tuple[PostponedHeads, ...] = of
         self._segments: tuple[Segment, ...] = segments
         self._angles: Angles | None = angles
         self._sources: tuple[HeadSource, ...] = sources
         self._own = compute
-        if not all(source.is_proven for source in sources):
+        if not all([source.is_proven for source in sources]):
             self.value()  # the model may still write to the input before the heads are used
 
     @property
     def is_stale(self) -> bool:
         """True if something wrote to an input since, so that the result can no longer be computed."""
-        angles = [self._angles, *(segment.angles for segment in self._segments)]
-        read = [segment.x for segment in self._segments] + [x for each in angles if each is not None for x in each.of]
-        read += [x for segment in self._segments if segment.norm is not None for x in segment.norm.of]
-        return any(x.is_changed for x in read)
+        read = [] if self._angles is None else [*self._angles.of]
+        for x, norm, angles in self._segments:
+            read.append(x)
+            read.extend(() if norm is None else norm.of)
+            read.extend(() if angles is None else angles.of)
+        return any([x.tensor._version != x.version for x in read])
 
     def _compute(self):
         if self.is_stale:
@@ -115,12 +120,12 @@ class PostponedHeads(Postponed):
         return self._own()
 
     def _reads(self, other):
-        return any(other is x for x in self._of)
+        return any([other is x for x in self._of])
 
     @property
     def is_turned(self) -> bool:
         """True if a rotary embedding was applied to the whole sequence or to a segment."""
-        return self._angles is not None or any(segment.angles is not None for segment in self._segments)
+        return self._angles is not None or any([segment.angles is not None for segment in self._segments])
 
     def turned(self, angles: Angles, compute) -> PostponedHeads | None:
         """Apply a rotary embedding to the whole sequence. Returns None if this one can't be postponed."""
@@ -142,16 +147,16 @@ def _cat(args, kwargs):
     tensors, dim = args[0], args[1] if len(args) > 1 else kwargs.get("dim", 0)
     if current() is None or dim not in (1, -3) or "out" in kwargs:
         return None
-    if not all(type(x) is PostponedHeads for x in tensors):
-        return None
-    first = tensors[0]
-    if any(x._is_out or x._angles is not None or x._dtype != first._dtype for x in tensors):
-        return None
-    if any((x.shape[0], x.shape[2:]) != (first.shape[0], first.shape[2:]) for x in tensors):
-        return None
-    segments = tuple(segment for x in tensors for segment in x._segments)
-    shape = torch.Size((first.shape[0], sum(x.shape[1] for x in tensors), *first.shape[2:]))
-    sources = tuple(source for x in tensors for source in x._sources)
+    first, tokens = tensors[0], 0
+    segments: tuple[Segment, ...] = ()
+    sources: tuple[HeadSource, ...] = ()
+    for x in tensors:
+        if type(x) is not PostponedHeads or x._is_out or x._angles is not None or x._dtype != first._dtype:
+            return None
+        if (x._shape[0], x._shape[2:]) != (first._shape[0], first._shape[2:]):
+            return None
+        segments, sources, tokens = segments + x._segments, sources + x._sources, tokens + x._shape[1]
+    shape = torch.Size((first._shape[0], tokens, *first._shape[2:]))
 
     def own():
         return torch.cat([x.value() for x in tensors], 1)

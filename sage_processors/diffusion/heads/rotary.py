@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from sage_kernels.checks import DTYPES, MAX_HEAD_DIM
-from sage_kernels.compat import function_modes
+from sage_kernels.compat import function_modes, is_any_autocast
 
 from ...postponed.region import current
 from ...postponed.tensor import CAN_WAIT, Operand, can_wait
@@ -80,7 +80,7 @@ def rotary(function, processor_of):
     names = tuple(defaults)
 
     def stand_in(x, freqs_cis, *args, **kwargs):
-        is_known = len(args) <= len(names) and all(name in defaults for name in kwargs)
+        is_known = len(args) <= len(names) and defaults.keys() >= kwargs.keys()
         options = defaults | dict(zip(names, args, strict=False)) | kwargs
         if is_known and torch.compiler.is_compiling():
             given = _freqs_of(freqs_cis, options, x)
@@ -103,9 +103,10 @@ def _postponed(processor, x, freqs, options, function) -> PostponedHeads | None:
     is_postponed = type(x) is PostponedHeads
     if not is_postponed and (type(x) is not torch.Tensor or not can_wait(x)):
         return None
-    if x.dim() != 4 or x.dtype not in DTYPES or x.shape[3] % 2 or x.shape[3] > MAX_HEAD_DIM or x.numel() == 0:
+    shape = x.shape
+    if len(shape) != 4 or x.dtype not in DTYPES or shape[3] % 2 or shape[3] > MAX_HEAD_DIM or 0 in shape:
         return None
-    if is_autocast(x.device) or function_modes():
+    if (is_any_autocast() and is_autocast(x.device)) or function_modes():
         return None
     source = processor._sage.waiting
     if not source.is_postponed:
@@ -119,7 +120,7 @@ def _postponed(processor, x, freqs, options, function) -> PostponedHeads | None:
         return None
     segment = Segment(Operand(x), None, angles)
     own = functools.partial(function, x, freqs, **options)
-    return PostponedHeads(x.shape, x.dtype, x.device, (segment,), None, (source,), own)
+    return PostponedHeads(shape, x.dtype, x.device, (segment,), None, (source,), own)
 
 
 def _freqs_of(freqs: Any, options: dict, x) -> tuple[torch.Tensor, ...] | None:
@@ -134,8 +135,12 @@ def _freqs_of(freqs: Any, options: dict, x) -> tuple[torch.Tensor, ...] | None:
         given = (freqs,)
         shape, dtype, is_known = (tokens, width // 2), torch.complex64, "sequence_dim" not in options
     is_known = is_known and options["use_real_unbind_dim"] in (-1, -2)
-    is_known = is_known and all(isinstance(t, torch.Tensor) for t in given)
-    return given if is_known and all(t.dtype == dtype and t.shape == shape for t in given) else None
+    if not is_known:
+        return None
+    for t in given:
+        if not isinstance(t, torch.Tensor) or t.dtype != dtype or t.shape != shape:
+            return None
+    return given
 
 
 def _angles(freqs: Any, options: dict, x, source: HeadSource) -> Angles | None:
@@ -146,7 +151,7 @@ def _angles(freqs: Any, options: dict, x, source: HeadSource) -> Angles | None:
     pairs = not options["use_real"] or options["use_real_unbind_dim"] == -1
     if source.angles is not None and source.angles.are_of(given, pairs):
         return source.angles
-    if any(t.device != x.device or t.is_neg() or t.is_conj() for t in given):
+    if any([t.device != x.device or t.is_neg() or t.is_conj() for t in given]):
         return None
     cos, sin = given if options["use_real"] else torch.view_as_real(freqs).unbind(-1)
     source.angles = Angles(cos, sin, pairs, tuple(map(Operand, given)))

@@ -9,32 +9,17 @@ from typing import Any
 import torch
 
 from sage_kernels import QuantizedRows, quantize_activation
+from sage_kernels.compat import current_stream
 
 from ...postponed.region import Region
 
 
-class RowsOf:
-    """The rows of one activation, by form ("int8" and "fp8": codes and scales; "16bit") and balance."""
-
-    __slots__ = ("_found",)
-
-    def __init__(self):
-        self._found: dict[tuple, tuple] = {}  # (format, id of the balance, its version) → (the balance, rows)
-
-    def __bool__(self):
-        return bool(self._found)
-
-    def get(self, format: str, balance: torch.Tensor | None) -> Any:
-        """Return the rows for a form and balance, or None if there are none yet."""
-        return self._found.get(_key_of(format, balance), (None, None))[1]
-
-    def put(self, format: str, balance: torch.Tensor | None, rows: Any) -> Any:
-        """Keep the rows for a form and balance, and return them."""
-        self._found[_key_of(format, balance)] = (balance, rows)  # holds the balance: its id stays its own
-        return rows
+# The rows of one activation: {`key_of`: (balance, rows)}. Holding the balance keeps its id its own.
+Rows = dict[tuple[Any, ...], tuple[Any, Any]]
 
 
-def _key_of(format, balance):
+def key_of(format: str, balance: torch.Tensor | None) -> tuple[Any, ...]:
+    """Return the key of an activation's rows. format: "int8" and "fp8": codes and scales; "16bit"."""
     return (format,) if balance is None else (format, id(balance), balance._version)
 
 
@@ -46,7 +31,7 @@ class Activations:
     """
 
     def __init__(self):
-        # id of a tensor → (weak reference to it, version, stream, RowsOf); an entry goes when its tensor is freed
+        # id of a tensor → (weak reference to it, version, stream, Rows); an entry goes when its tensor is freed
         self._known: dict[int, tuple] = {}
 
     def forget(self) -> None:
@@ -55,18 +40,19 @@ class Activations:
 
     def quantized(self, x: torch.Tensor, format: str, balance: torch.Tensor | None) -> QuantizedRows:
         """Return codes and scales of a tensor. The first layer that asks has them computed."""
-        stream = torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0
-        key, version = id(x), x._version
+        stream = current_stream(x.get_device()) if x.is_cuda else 0
+        key, version, form = id(x), x._version, key_of(format, balance)
         known = self._known.get(key)
         if known is not None and known[0]() is x and known[1] == version and known[2] == stream:
-            found = known[3]
-            rows = found.get(format, balance)
-            if rows is not None:
-                return rows
+            found: Rows = known[3]
+            if form in found:
+                return found[form][1]  # type: ignore[no-any-return]
         else:
-            found = RowsOf()
+            found = {}
             self._known[key] = (weakref.ref(x, functools.partial(_forget, self._known, key)), version, stream, found)
-        return found.put(format, balance, quantize_activation(x, format=format, balance=balance))
+        rows = quantize_activation(x, format=format, balance=balance)
+        found[form] = balance, rows
+        return rows
 
 
 def quantized(x: torch.Tensor, format: str, balance: torch.Tensor | None, region: Region | None) -> QuantizedRows:

@@ -9,16 +9,15 @@ from sage_kernels import QuantizedRows, quantize_activation
 from ...postponed import patterns
 from ...postponed.region import current
 from ...postponed.tensor import ChangedInputError, Operand, Postponed, can_wait, ordinary_in
-from .activations import RowsOf
+from .activations import Rows, key_of
 
 
 class PostponedColumns(Postponed):
     """The postponed result of torch.cat([first, second], -1)."""
 
     def __init__(self, shape, dtype, device, first, second):
-        super().__init__(shape, dtype, device)
         self._first, self._second = Operand(first), Operand(second)
-        self._rows = RowsOf()
+        self._rows: Rows = {}
 
     def _operands(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return both tensors. Raises: ChangedInputError."""
@@ -35,12 +34,11 @@ class PostponedColumns(Postponed):
 
     def rows(self, format: str, balance: torch.Tensor | None = None) -> QuantizedRows:
         """Quantise this activation times balance [K]: codes [..., K], scale [...]. Computed once."""
-        rows = self._rows.get(format, balance)
-        if rows is None:
+        key = key_of(format, balance)
+        if key not in self._rows:
             first, second = self._operands()
-            rows = quantize_activation(first, beside=second, format=format, balance=balance)
-            self._rows.put(format, balance, rows)
-        return rows
+            self._rows[key] = balance, quantize_activation(first, beside=second, format=format, balance=balance)
+        return self._rows[key][1]  # type: ignore[no-any-return]
 
 
 def cat(args, kwargs) -> PostponedColumns | None:

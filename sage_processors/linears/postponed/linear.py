@@ -34,31 +34,38 @@ class PostponedLinear(Contiguous):
         module: the swapped layer; of a gated activation over two layers, the first one in their storage.
         x: codes and scales of its input, or rows in 16 bit that nobody else has.
         activation: as in `quantized_linear`. gate: Operand, one vector for all tokens or for each sample, or None.
+        of: the result of the same call that this one is derived from, or None.
     """
 
-    def __init__(self, shape, dtype, device, module, x, activation="none", gate=None):
-        super().__init__(shape, dtype, device)
+    def __init__(self, shape, dtype, device, module, x, activation="none", gate=None, of=None):
         self._module, self._x, self._activation, self._gate = module, x, activation, gate
+        if of is not None:
+            self._storage, self._weights, self._bias = of._storage, of._weights, of._bias
+            return
         state = module._sage
-        self._storage = state.storage
-        modules = state.storage.modules if activation in _GATED else [module]
-        self._weights = [(m, m._sage, m._sage.version) for m in modules]
-        # taken now, since the next call of the layer may replace state.bias
-        self._bias = state.storage.bias(0, len(state.storage.modules) - 1) if activation in _GATED else state.bias
+        self._storage = storage = state.storage
+        # the bias is taken now, since the next call of the layer may replace state.bias
+        if activation in _GATED:
+            self._weights = [(m, m._sage, m._sage.version) for m in storage.modules]
+            self._bias = storage.bias(0, len(storage.modules) - 1)
+        else:
+            self._weights, self._bias = [(module, state, state.version)], state.bias
 
     def _finish(self, residual=None, dtype=None) -> torch.Tensor:
-        if self._gate is not None and self._gate.is_changed:
+        gate = None if self._gate is None else self._gate.tensor
+        if gate is not None and self._gate.is_changed:
             raise ChangedInputError(
                 f"gate of {self._weights[0][1].label}: got a tensor that was written to in place after the "
                 "layer's output was multiplied by it, expected the one of the multiplication; keep this layer in "
                 f'16 bit: layers={{"{self._weights[0][1].label}": {{"linears": "none"}}}}'
             )
-        options = {"activation": self._activation, "residual": residual, "dtype": dtype or self._dtype}
-        options["gate"] = None if self._gate is None else self._gate.tensor
         state, is_gated = self._weights[0][1], self._activation in _GATED
+        options = {"activation": self._activation, "gate": gate, "residual": residual, "dtype": dtype or self._dtype}
         with state.shared.lock:
-            is_current = all(m.__dict__.get("_sage") is s and s.version == made for m, s, made in self._weights)
-            if not is_current or (is_gated and state.storage is not self._storage):
+            is_exchanged = is_gated and state.storage is not self._storage
+            for module, known, version in self._weights:
+                is_exchanged |= module.__dict__.get("_sage") is not known or known.version != version
+            if is_exchanged:
                 raise ChangedInputError(
                     f"weight of {state.label}: got one that was exchanged between the call and the use of its result, "
                     "expected the one of the call; use the result first"
@@ -70,11 +77,11 @@ class PostponedLinear(Contiguous):
     def _compute(self):
         return self._finish()
 
-    def _with(self, dtype=None, **changes):
-        kept = {"activation": self._activation, "gate": self._gate} | changes
-        made = PostponedLinear(self._shape, dtype or self._dtype, self._device, self._module, self._x, **kept)
-        made._weights = self._weights
-        return made
+    def _with(self, dtype=None, activation=None, gate=None):
+        return PostponedLinear(
+            self._shape, dtype or self._dtype, self._device, self._module, self._x, activation or self._activation,
+            gate or self._gate, self,
+        )  # fmt: skip
 
     def _cast(self, dtype):
         """Postpone the cast, so that the result is rounded once, to `dtype`."""
@@ -95,7 +102,7 @@ class PostponedLinear(Contiguous):
                 return pair
         other = ordinary_in(other)
         if self._gate is None and not self._is_out and can_wait(other) and is_by_token(other, self._shape):
-            dtype = torch.promote_types(self._dtype, other.dtype)
+            dtype = self._dtype if other.dtype == self._dtype else torch.promote_types(self._dtype, other.dtype)
             if dtype in FLOATS:
                 return self._with(dtype, gate=Operand(other))
         return self.tensor() * other
@@ -109,7 +116,8 @@ class PostponedLinear(Contiguous):
         other = ordinary_in(other)
         if not self._is_out and can_wait(other) and other.shape == self._shape and other.dtype in FLOATS:
             if other.device == self._device:
-                return self._finish(other, torch.promote_types(self._dtype, other.dtype))
+                same = other.dtype == self._dtype
+                return self._finish(other, None if same else torch.promote_types(self._dtype, other.dtype))
         return self.tensor() + other
 
     __rmul__ = __mul__
@@ -131,9 +139,8 @@ def product(
     state = module._sage
     storage = state.storage
     rows = storage.rows_of(state.index, state.index)
-    options = {"activation": activation, "gate": gate, "residual": residual, "dtype": dtype}
     if not storage.in_turns or len(storage.modules) > 1:
-        return multiplied(x, rows, bias, **options)
+        return multiplied(x, rows, bias, activation=activation, gate=gate, residual=residual, dtype=dtype)
     y = multiplied(x, rows, None if bias is None else storage.turned(bias), activation=activation, dtype=dtype)
     y = storage.turned_back(y)
     y = y if gate is None else y * gate
@@ -149,7 +156,6 @@ class PostponedHalf(Postponed):
     """
 
     def __init__(self, shape, dtype, device, whole, place, activation="none", of=None):
-        super().__init__(shape, dtype, device)
         self._whole, self._place, self._activation, self._of = whole, place, activation, of
 
     def _compute(self):

@@ -12,7 +12,7 @@ from sage_kernels import QuantizedRows, quantize_activation
 from ...postponed.patterns import FLOATS, is_by_token
 from ...postponed.tensor import ChangedInputError, Contiguous, Operand, can_wait, ordinary_in
 from ..weights.few_rows import in_16_bit_rows
-from .activations import RowsOf
+from .activations import Rows, key_of
 
 
 class NormCall:
@@ -35,8 +35,11 @@ class NormCall:
         self.made: torch.Tensor | None = None if state.is_proven else forward()
 
 
-def _are_stale(*operands) -> bool:
-    return any(x is not None and x.is_changed for x in operands)
+def _are_stale(operands) -> bool:
+    for x in operands:  # not any(): its generator takes longer
+        if x is not None and x.tensor._version != x.version:
+            return True
+    return False
 
 
 class PostponedNorm(Contiguous):
@@ -49,9 +52,8 @@ class PostponedNorm(Contiguous):
     """
 
     def __init__(self, shape, dtype, device, call, parent=None, step=None, gain=None, shift=None):
-        super().__init__(shape, dtype, device)
         self._call, self._parent, self._step, self._gain, self._shift = call, parent, step, gain, shift
-        self._rows = RowsOf()
+        self._rows: Rows = {}
         if call.made is not None:
             self.value()
 
@@ -66,7 +68,7 @@ class PostponedNorm(Contiguous):
         return self.tensor()
 
     def _refuse_stale(self, *operands):
-        if _are_stale(*operands):
+        if _are_stale(operands):
             raise ChangedInputError(
                 f"input or parameter of {self._call.state.label}: got a tensor that was written to in place between "
                 f"the norm and the use of its result, expected the one that the norm was called with; the first calls "
@@ -88,19 +90,18 @@ class PostponedNorm(Contiguous):
 
     def rows(self, format: str, balance: torch.Tensor | None = None) -> QuantizedRows:
         """Quantise this activation times balance [K]: codes [..., K], scale [...]. Computed once."""
-        return self._made_once(
-            format,
-            balance,
-            lambda: quantize_activation(self.value(), format=format, balance=balance),
-            lambda: self._quantized(format, balance),
-        )
-
-    def _quantized(self, format: str, balance: torch.Tensor | None) -> QuantizedRows:
-        gain, shift = (None if x is None else x.tensor for x in (self._gain, self._shift))
-        return quantize_activation(
-            self._call.x, format=format, norm=self._call.state.kind, gain=gain, shift=shift, balance=balance,
-            **self._call.vectors,
-        )  # fmt: skip
+        key = key_of(format, balance)
+        if key not in self._rows:
+            if self._is_readable():
+                call, gain, shift = self._call, self._gain, self._shift
+                made = quantize_activation(
+                    call.x, format=format, norm=call.state.kind, gain=None if gain is None else gain.tensor,
+                    shift=None if shift is None else shift.tensor, balance=balance, **call.vectors,
+                )  # fmt: skip
+            else:
+                made = quantize_activation(self.value(), format=format, balance=balance)
+            self._keep(key, balance, made)
+        return self._rows[key][1]  # type: ignore[no-any-return]
 
     def rows_in_16_bit(self, dtype: torch.dtype, balance: Any) -> torch.Tensor:
         """Return this activation [..., K] times its balance, for layers that read only their weight in 8 bit.
@@ -114,37 +115,37 @@ class PostponedNorm(Contiguous):
         if call.state.kind != "rms" or not plain or (weight is not None and weight.dtype != call.x.dtype):
             return in_16_bit_rows(self.tensor_for_16_bit(), dtype, vector)
 
-        def of_input() -> torch.Tensor:
-            gain = weight
-            if balance is not None:  # powers of two: the product rounds nothing
-                gain = balance.in_dtype(call.x.dtype) * (1 if weight is None else weight)
-            return F.rms_norm(call.x, call.x.shape[-1:], gain, vectors["eps"])
-
-        def of_value() -> torch.Tensor:
-            return in_16_bit_rows(self.value().clone(), self._dtype, vector)
-
-        return in_16_bit_rows(self._made_once("16bit", vector, of_value, of_input), dtype, None)
-
-    def _made_once(self, form: str, balance: torch.Tensor | None, of_value: Any, of_input: Any) -> Any:
-        """Return rows in a form: kept ones, or made of the norm's input, or of its value if that is stale."""
-        rows = self._rows.get(form, balance)
-        if rows is None:
-            state, operands = self._call.state, (*self._call.operands, self._gain, self._shift)
-            if self._call.made is not None and _are_stale(*operands):
-                state.is_postponed = False  # this model writes to a norm's operands before its result is used
-                rows = of_value()
+        key = key_of("16bit", vector)
+        if key not in self._rows:
+            if self._is_readable():
+                gain = weight
+                if balance is not None:  # powers of two: the product rounds nothing
+                    gain = balance.in_dtype(call.x.dtype) * (1 if weight is None else weight)
+                made = F.rms_norm(call.x, call.x.shape[-1:], gain, vectors["eps"])
             else:
-                self._refuse_stale(*operands)
-                rows = of_input()
-                state.is_proven = True
-            if not self._rows:
-                state.is_read_in_8_bit(self._shape.numel())
-            self._rows.put(form, balance, rows)
-        return rows
+                made = in_16_bit_rows(self.value().clone(), self._dtype, vector)
+            self._keep(key, vector, made)
+        return in_16_bit_rows(self._rows[key][1], dtype, None)
 
-    def _next(self, step, dtype, **operands):
-        kept = {"gain": self._gain, "shift": self._shift} | operands
-        return PostponedNorm(self._shape, dtype, self._device, self._call, self, step, **kept)
+    def _is_readable(self) -> bool:
+        """Return True if rows can be made of the norm's input, False if of its value, as the input is stale."""
+        call = self._call
+        operands = (*call.operands, self._gain, self._shift)
+        if call.made is not None and _are_stale(operands):
+            call.state.is_postponed = False  # this model writes to a norm's operands before its result is used
+            return False
+        self._refuse_stale(*operands)
+        call.state.is_proven = True
+        return True
+
+    def _keep(self, key: tuple[Any, ...], balance: torch.Tensor | None, rows: Any) -> None:
+        if not self._rows:
+            self._call.state.is_read_in_8_bit(self._shape.numel())
+        self._rows[key] = balance, rows
+
+    def _next(self, step, dtype, gain, shift):
+        dtype = dtype if dtype == self._dtype else torch.promote_types(self._dtype, dtype)
+        return PostponedNorm(self._shape, dtype, self._device, self._call, self, step, gain, shift)
 
     def _takes(self, other) -> bool:
         return not self._is_out and can_wait(other) and is_by_token(other, self._shape)
@@ -152,15 +153,13 @@ class PostponedNorm(Contiguous):
     def __mul__(self, other):
         other = ordinary_in(other)
         if self._gain is None and self._shift is None and self._takes(other):
-            dtype = torch.promote_types(self._dtype, other.dtype)
-            return self._next(lambda x: x * other, dtype, gain=Operand(other))
+            return self._next(lambda x: x * other, other.dtype, Operand(other), None)
         return self.tensor() * other
 
     def __add__(self, other):
         other = ordinary_in(other)
         if self._shift is None and self._takes(other) and other.shape != self._shape:
-            dtype = torch.promote_types(self._dtype, other.dtype)
-            return self._next(lambda x: x + other, dtype, shift=Operand(other))
+            return self._next(lambda x: x + other, other.dtype, self._gain, Operand(other))
         return self.tensor() + other
 
     __rmul__ = __mul__
@@ -169,4 +168,6 @@ class PostponedNorm(Contiguous):
     def _cast(self, dtype):
         if self._is_out or dtype not in FLOATS:
             return self.tensor().to(dtype)
-        return self._next(lambda x: x.to(dtype), dtype)
+        return PostponedNorm(
+            self._shape, dtype, self._device, self._call, self, lambda x: x.to(dtype), self._gain, self._shift
+        )

@@ -8,6 +8,8 @@ import sys
 import torch
 from torch import nn
 
+from sage_kernels.compat import is_any_autocast
+
 from ...patching.patched import Owner
 from ...postponed.patterns import FLOATS
 from ...postponed.tensor import CAN_WAIT, Operand, Postponed, can_wait
@@ -74,43 +76,44 @@ class NormState:
 
     def is_read_in_8_bit(self, size: int) -> None:
         """Note that a layer in 8 bit was the first to read a result of `size` numbers."""
-        self.waits_from = min(self.waits_from, size)
-        self.at_once_up_to = min(self.at_once_up_to, self.waits_from - 1)
-
-    def _weight_of(self, weight):
-        return weight if weight is None or not self.plus_one else 1.0 + weight.detach().float()
+        if size < self.waits_from:
+            self.waits_from = size
+            self.at_once_up_to = min(self.at_once_up_to, self.waits_from - 1)
 
     def postpone(self, module, x, forward) -> torch.Tensor | None:
         """Return the postponed result of calling the norm module with x, or None if it can't be postponed.
 
         forward: (module, x) -> the result in 16 bit.
         """
+        given = x.dtype
         if x.numel() <= self.at_once_up_to or not (self.is_postponed and CAN_WAIT):
             return None
-        if module.training or not can_wait(x) or x.dtype not in FLOATS or not 2 <= x.dim() <= 4:
+        if module.training or not can_wait(x) or given not in FLOATS or not 2 <= x.dim() <= 4:
+            return None
+        if is_any_autocast() and is_autocast(x.device):
             return None
         parameters = module._parameters
         weight, bias = parameters.get("weight"), parameters.get("bias")
+        own = [p for p in (weight, bias) if p is not None]
         # with offloading by leaf module, hooks move the weights away before the result is used
-        leave = not _HOOKS.isdisjoint(module.__dict__) and not (weight is None and bias is None)
+        leave = bool(own) and not module.__dict__.keys().isdisjoint(_HOOKS)
         if leave and not self.copies_weights:
             return None
-        if torch.is_grad_enabled() and any(p is not None and p.requires_grad for p in (weight, bias)):
-            return None
-        if is_autocast(x.device):
-            return None
-        if any(p is not None and (p.is_meta or p.device != x.device or not counts_writes(p)) for p in (weight, bias)):
-            return None
-        key = (x.dtype, None if weight is None else weight.dtype)
+        for p in own:
+            if p.requires_grad and torch.is_grad_enabled():
+                return None
+            if p.is_meta or p.device != x.device or not counts_writes(p):
+                return None
+        key = given, None if weight is None else weight.dtype
         dtype = self.dtypes.get(key)
-        vectors = {"weight": self._weight_of(weight), "bias": bias, "eps": _eps_of(module, x.dtype)}
+        stored = weight if weight is None or not self.plus_one else 1.0 + weight.detach().float()
+        vectors = {"weight": stored, "bias": bias, "eps": _eps_of(module, given)}
         if dtype is None:  # called once to learn the dtype of the result
             dtype = self.dtypes[key] = forward(module, x).dtype
         if dtype not in FLOATS:
             return None
         if not leave:
-            own = [Operand(p) for p in (weight, bias) if p is not None]
-            return self._waiting(x, dtype, lambda: forward(module, x), vectors, own)
+            return self._waiting(x, dtype, lambda: forward(module, x), vectors, [Operand(p) for p in own])
         made = forward(module, x)
         waiting = self._waiting(x, dtype, lambda: made, {k: _copied(vector) for k, vector in vectors.items()}, [])
         return made if waiting is None else waiting

@@ -7,12 +7,13 @@ from typing import Any
 import torch
 
 from sage_kernels import QuantizedRows, quantized_linear, weight_only_linear
-from sage_kernels.facts.few_rows import LEAST_EAGER, are_few
+from sage_kernels.facts.few_rows import FEW_ROWS, LEAST_EAGER, are_few
 
 from .linear_state import LinearState
 
 
 _DTYPES = (torch.float16, torch.bfloat16)
+_MOST_ROWS = max(row.rows for row in FEW_ROWS)
 
 
 def is_few(state: LinearState, x: torch.Tensor, dtype: torch.dtype) -> bool:
@@ -24,8 +25,10 @@ def is_few(state: LinearState, x: torch.Tensor, dtype: torch.dtype) -> bool:
         return True
     if dtype not in _DTYPES or (state.probe is not None and state.probe.shared.on):
         return False
-    depth = x.shape[-1]
-    return depth > 0 and are_few(x.device, state.format, x.numel() // depth, _columns(state), depth)
+    depth, size = x.shape[-1], x.numel()
+    if depth == 0 or size > _MOST_ROWS * depth:
+        return False
+    return are_few(x.device, state.format, size // depth, _columns(state), depth)
 
 
 def stays_in_16_bit(state: LinearState, x: torch.Tensor) -> bool:

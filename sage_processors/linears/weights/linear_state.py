@@ -140,6 +140,7 @@ class LinearState:
 
     Attributes:
         label: its name in the report. format: "int8", "fp8" or layers.WEIGHT_ONLY.
+        is_weight_only: only the weight is in 8 bit, and the activation in 16.
         on_unsupported: "fallback" or "raise".
         shared: Shared.
         events: EventCounter of EVENTS.
@@ -162,6 +163,7 @@ class LinearState:
 
     def __init__(self, label: str, format: str, on_unsupported: str, shared: Shared):
         self.label, self.format, self.on_unsupported, self.shared = label, format, on_unsupported, shared
+        self.is_weight_only = format == WEIGHT_ONLY
         self.events = EventCounter(len(EVENTS))
         self.storage: Any = None
         self.index = self.version = 0
@@ -183,11 +185,6 @@ class LinearState:
 
     def __getstate__(self):  # weak references can't be copied
         return self.__dict__ | {"_weight": _nothing, "_bias": _nothing, "neighbours": None, "probe": None}
-
-    @property
-    def is_weight_only(self) -> bool:
-        """True if only the weight is in 8 bit, and the activation in 16."""
-        return self.format == WEIGHT_ONLY
 
     @property
     def is_filled(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -61,12 +62,14 @@ class Storage:
 
     def rows_of(self, first: int, last: int) -> QuantizedRows:
         """Return views of the codes and scales of modules first … last. A lone module's stay in turns."""
-        codes, scale = self.all_rows
+        rows = codes, scale = self.all_rows
         if len(self.modules) == 1:
-            return QuantizedRows(codes, scale)
+            return rows
         if self.in_turns:
             return QuantizedRows(codes[first::2], scale[first::2])
         start, stop = self.starts[first], self.starts[last + 1]
+        if start == 0 and stop == self.starts[-1]:
+            return rows
         return QuantizedRows(codes[start:stop], scale[start:stop])
 
     def write(self, index: int, rows: QuantizedRows) -> None:
@@ -155,14 +158,14 @@ class Storage:
         It is zero for a module without one. Returns None if none of them has one.
         """
         modules = self.modules[first : last + 1]
-        own = tuple(module._sage.bias for module in modules)
-        if all(bias is None for bias in own):
+        own = [module._sage.bias for module in modules]
+        if own[0] is None and all(bias is None for bias in own):
             return None
         if len(own) == 1 and not (self.in_turns and len(self.modules) == 1):
             return own[0]
-        versions = tuple(None if x is None else x._version for x in own)
+        versions = [None if x is None else x._version for x in own]
         known, known_versions = self._biases
-        if versions != known_versions or any(a is not b for a, b in zip(own, known, strict=True)):
+        if versions != known_versions or not all(map(operator.is_, own, known)):
             one = next(x for x in own if x is not None)
             with torch.inference_mode(False), torch.no_grad():
                 bias = self._laid_out(

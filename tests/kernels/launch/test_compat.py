@@ -384,7 +384,7 @@ def test_E23_a_call_is_made_while_another_thread_forgets_all(monkeypatch):
         thread.join()
         return "made again"
 
-    key = (("options",), replay.layout_of(x), replay.layout_of(x))
+    key = (("options",), *replay.layouts_of((x, x)))
     monkeypatch.setitem(replay.replays, key, again)
     assert replay.replay_by_key(key, (x, x)) == (key, "made again")
     assert sage_kernels.sage_attention(*torch.zeros(3, 1, 2, 1, 8)).shape == (1, 2, 1, 8)

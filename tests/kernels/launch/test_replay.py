@@ -252,14 +252,14 @@ def test_calls_are_told_apart_by_options_and_all_tensors():
     calls = [(options, given) for options in ((1, int), (1.0, float)) for given in tensors]
     try:
         for number, (options, given) in enumerate(calls):
-            key, results = replay.replay_by_key((options, *map(replay.layout_of, given)), given)
+            key, results = replay.replay_by_key((options, *replay.layouts_of(given)), given)
             assert results is None
             replay.replays[key] = lambda *_, number=number: number
         for _ in range(3):
             for number, (options, given) in enumerate(calls):
-                key = (options, *map(replay.layout_of, given))
+                key = (options, *replay.layouts_of(given))
                 assert replay.replay_by_key(key, given) == (key, number)
-        key = ((1, int), *map(replay.layout_of, (x, y)))
+        key = ((1, int), *replay.layouts_of((x, y)))
         assert replay.replay_by_key(key, (x, y)) == (key, None)
         assert replay.replay_by_key(([], list), (x, x)) == (None, None)
     finally:
