@@ -110,7 +110,7 @@ def is_unobserved() -> bool:
 
 
 def is_unobserved_eagerly() -> bool:
-    """Return what `is_unobserved` does, in code that torch.compile does not trace."""
+    """Return True as `is_unobserved` does. For code that torch.compile does not trace."""
     return (
         SEES_DISPATCH
         and _included().raw_repr() | _QUIET == _QUIET
