@@ -13,7 +13,7 @@ def library_tests(monkeypatch):
     """The tests' own files count as those of a library."""
     is_library_file = library.is_library_file
     monkeypatch.setattr(library, "PACKAGES", (*library.PACKAGES, "tests"))
-    monkeypatch.setattr(library, "_of_file", {})
+    monkeypatch.setattr(library, "_kinds", library._Kinds())
     monkeypatch.setattr(library, "is_library_file", lambda name: "/tests/" in name or is_library_file(name))
 
 
