@@ -19,7 +19,6 @@ NAMES = (
     "torch.Tensor._make_wrapper_subclass",
     "torch._C._construct_storage_from_data_pointer",
     "torch._C._cuda_endAllocateToPool",
-    "torch._C._cuda_getCurrentRawStream",
     "torch._C._dispatch_keys",
     "torch._C._dispatch_tls_local_include_set",
     "torch._C._is_any_autocast_enabled",
@@ -147,8 +146,6 @@ def has_tangent(x: torch.Tensor) -> bool:
 
 # Returns True if autocast is on for some device of this thread; without the name each device is asked
 is_any_autocast = find("torch._C._is_any_autocast_enabled") or (lambda: True)
-# Returns the address of the current stream of the GPU with this index, without making an object for it
-current_stream = find("torch._C._cuda_getCurrentRawStream") or (lambda gpu: torch.cuda.current_stream(gpu).cuda_stream)
 # Gradients of attention from output and log-sum-exp, by kernels without a score matrix; None: use the formula
 flash_backward = find("torch.ops.aten._scaled_dot_product_flash_attention_backward")
 flash_backward_for_cpu = find("torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward")

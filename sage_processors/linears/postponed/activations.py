@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from sage_kernels import QuantizedRows, quantize_activation
-from sage_kernels.compat import current_stream
 
 from ...postponed.region import Region
 
@@ -40,7 +39,7 @@ class Activations:
 
     def quantized(self, x: torch.Tensor, format: str, balance: torch.Tensor | None) -> QuantizedRows:
         """Return codes and scales of a tensor. The first layer that asks has them computed."""
-        stream = current_stream(x.get_device()) if x.is_cuda else 0
+        stream = torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0
         key, version, form = id(x), x._version, key_of(format, balance)
         known = self._known.get(key)
         if known is not None and known[0]() is x and known[1] == version and known[2] == stream:
