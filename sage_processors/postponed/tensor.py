@@ -25,6 +25,9 @@ class Postponed(torch.Tensor):
     computed before that, and this one can't be computed in a consumer's kernel any more.
     """
 
+    _shape: torch.Size
+    _dtype: torch.dtype
+    _device: torch.device
     _ordinary: torch.Tensor = None  # type: ignore[assignment]  # the numbers, once computed
     _is_out = False  # the ordinary tensor was handed out
 

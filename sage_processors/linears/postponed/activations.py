@@ -45,7 +45,7 @@ class Activations:
         if known is not None and known[0]() is x and known[1] == version and known[2] == stream:
             found: Rows = known[3]
             if form in found:
-                return found[form][1]  # type: ignore[no-any-return]
+                return found[form][1]
         else:
             found = {}
             self._known[key] = (weakref.ref(x, functools.partial(_forget, self._known, key)), version, stream, found)

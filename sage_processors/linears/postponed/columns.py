@@ -38,7 +38,7 @@ class PostponedColumns(Postponed):
         if key not in self._rows:
             first, second = self._operands()
             self._rows[key] = balance, quantize_activation(first, beside=second, format=format, balance=balance)
-        return self._rows[key][1]  # type: ignore[no-any-return]
+        return self._rows[key][1]
 
 
 def cat(args, kwargs) -> PostponedColumns | None:

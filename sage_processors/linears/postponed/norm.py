@@ -101,7 +101,7 @@ class PostponedNorm(Contiguous):
             else:
                 made = quantize_activation(self.value(), format=format, balance=balance)
             self._keep(key, balance, made)
-        return self._rows[key][1]  # type: ignore[no-any-return]
+        return self._rows[key][1]
 
     def rows_in_16_bit(self, dtype: torch.dtype, balance: Any) -> torch.Tensor:
         """Return this activation [..., K] times its balance, for layers that read only their weight in 8 bit.
