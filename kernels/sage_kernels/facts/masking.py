@@ -50,7 +50,7 @@ class Masking(NamedTuple):
 
     @property
     def by_mask(self) -> bool:
-        """True if a mask that differs by row or head is all that comes between the scores and the softmax."""
+        """True if scores meet nothing but a mask that differs by row or head before the softmax."""
         return self.mask is not None and not self.by_key and self.may_be_centered
 
 

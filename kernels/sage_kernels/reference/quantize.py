@@ -17,7 +17,7 @@ from ..facts.recipe import AMAX_FLOOR, E4M3_OF_INT8, INT8_MAX, SHRINK_LIMIT
 
 
 def ref_pre_balance(q, k, counts, centered: bool, dtype: torch.dtype | None = None):
-    """Return Q / b and (K - c) · b [B, S, H, D] with the sampled centre c and balance b of each key/value head.
+    """Return Q / b and (K - c) · b [B, S, H, D], with the sampled centre c and balance b of each head of K.
 
     A rotation would spread what they take away. Rounded to `dtype` (q's if None). counts: as in `sample_keys`.
     centered: False leaves c at 0, where more than a softmax over the keys reads the scores.
