@@ -249,12 +249,12 @@ def test_attention_over_the_cache_does_not_spill(kernels):
 def test_rotation_runs_on_matrix_units_without_spilling(kernels):
     skip_unless_pinned()
     found = {key: facts for key, facts in kernels.items() if "/rotate/" in key}
-    assert len(found) == (5 if target_of(kernels) in ("sm_80", "sm_90") else 1)
+    assert len(found) == (6 if target_of(kernels) in ("sm_80", "sm_90") else 2)
     for key, facts in found.items():
         # two programs on an SM of a GPU with little shared memory; fp32 in three parts needs more
         assert facts["shared"] <= (99 if key.endswith(("256", "fp32")) else 74) * 1024 or "sm_90" in key, (key, facts)
-        # five registers on sm_120, whose compiler keeps the matrix in them; fp32, rare, on sm_80 far more
-        if key == "sm_80/rotate/128/fp32":
+        # five registers on sm_120, whose compiler keeps the matrix in them; fp32, which is rare, more
+        if key.endswith("/rotate/128/fp32"):
             continue
         assert all(loop["spills"] <= (5 if "sm_120" in key else 0) for loop in facts.get("loops", [])), (key, facts)
         if facts.get("loops"):
