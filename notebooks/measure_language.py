@@ -33,6 +33,7 @@ import torch  # noqa: E402
 import sage_processors as sp  # noqa: E402
 from sage_kernels.testing import relative_l2  # noqa: E402
 from sage_processors import pipelines  # noqa: E402
+from sage_processors.evaluation.language import with_attention  # noqa: E402
 from tests.support import real_models  # noqa: E402
 
 
@@ -60,8 +61,10 @@ def mode_of(model: Any, mode: str) -> Iterator[Any]:
     elif mode == "uncalibrated":
         with sp.quantize_linears(model, min_features=1):
             yield model
+    elif mode == "int8":  # without the rotation
+        with with_attention(model, sp.register_transformers("sage_unrotated", min_tokens=0)[0]):
+            yield model
     else:
-        options["rotation"] = "none" if mode == "int8" else "hadamard"
         if mode in ("linears", "all"):
             options["linears"] = sp.Linears("int8", min_features=1)
         with sp.apply(model, sp.SageAttnProcessor(**options)):
@@ -173,7 +176,6 @@ def measure_layers(model: Any, tokenizer: Any, table: Table, length: int) -> Non
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     import sage_kernels
-    from sage_processors.language.pre_balance import balanced
 
     if any(table.has(model.real_name, 0, mode) for mode in ("int8",)):
         return
@@ -190,10 +192,8 @@ def measure_layers(model: Any, tokenizer: Any, table: Table, length: int) -> Non
         found = {
             "bf16": half.float(),
             "int8": sage_kernels.sage_attention(q, k, v, **given),
-            "rotated": sage_kernels.sage_attention(
-                *balanced(q, k, centered=True), v, rotation="hadamard", **given
-            ),
-        }  # fmt: skip
+            "rotated": sage_kernels.sage_attention(q, k, v, rotation="hadamard", **given),
+        }
         for mode, x in found.items():
             error = f"{relative_l2(x, out[0]):.5f}"
             rows.append({"model": model.real_name, "layer": module.layer_idx, "mode": mode, "error": error})
