@@ -208,7 +208,7 @@ def launch_mask_tiles(
     launch(
         _list_tiles_kernel, tiles.shape[0],
         kinds, reach, tiles, numbers, m_tiles, n_tiles, mask_heads, reach_heads, heads // kv_heads,
-        BLOCK_N=block_n, MARKS=marks, num_warps=4,
+        BLOCK_N=block_n, MARKS=marks, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     by_batch, by_head = int(mask_batch > 1), int(mask_heads > 1)
     list_strides = (by_batch * mask_heads * m_tiles, by_head * m_tiles, 1)
