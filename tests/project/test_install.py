@@ -135,7 +135,7 @@ sp.SageAttnProcessor(scaling=sp.Scaling("sigma_power", margin=1, history=4, gamm
 sp.SageAttnProcessor(scaling={"name": "delayed", "margin": 0.9, "history": 4}, keep={"first_steps": 2})
 sp.SageAttnProcessor(linears=sp.Linears("int8", min_features=1024, drop_weights=True), keep={"noise": [0.0, 0.1]})
 sp.SageAttnProcessor(linears={"format": "int8", "min_features": None}, skip={"limit": 0.01, "every": 8})
-sp.SageAttnProcessor(skip=sp.Skip(limit=0.01, every=8, noise=(0.3, 0.6), first_steps=2, last_steps=1))
+sp.SageAttnProcessor(skip=sp.Skip(limit=0.01, every=8, noise=(0.3, 0.6), first_steps=2, last_steps=1, compensate=True))
 sp.SageAttnProcessor(recipe="mixed", mixed={"base": "int8", "budget": 0.1})
 sp.SageAttnProcessor(recipe="mixed", mixed=Mixed(base="int4", selector="quest", budget=0.1, action="skip"))
 sp.SageAttnProcessor(mixed=Mixed(keep_blocks=True), skip=None)

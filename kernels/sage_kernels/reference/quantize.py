@@ -17,10 +17,11 @@ from ..facts.recipe import AMAX_FLOOR, E4M3_OF_INT8, INT8_MAX, SHRINK_LIMIT
 
 
 def ref_pre_balance(q, k, counts, centered: bool, dtype: torch.dtype | None = None):
-    """Return Q / b and (K - c) · b [B, S, H, D], with the sampled centre c and balance b of each head of K.
+    """Return Q / b and (K - c) · b [B, S, H, D]: K centred, and its channels balanced against Q's.
 
-    A rotation would spread what they take away. Rounded to `dtype` (q's if None). counts: as in `sample_keys`.
-    centered: False leaves c at 0, where more than a softmax over the keys reads the scores.
+    A rotation would spread what that takes away. c and b are sampled in each head of K; results are rounded to `dtype`
+    (q's if None). counts: as in `sample_keys`. centered: False leaves c at 0, where more than a softmax over the keys
+    reads the scores.
     """
     qf, kf = (x.transpose(1, 2).float() for x in (q, k))
     center = sampled_center(kf, counts)

@@ -149,7 +149,8 @@ def _attend(
     probe = own.probe
     if probe is not None and probe.shared.on and parallel is None:
         tried = {"recipe": config.recipe, "scaling": config.scaling.of_call}
-        if state is not None:  # an empty one: rotated as planned calls are, without a centre and a balance before
+        # an empty state: rotated as planned calls are, without a centre and a balance before
+        if state is not None and probe.trial:
             tried["state"] = sage_kernels.new_head_state(key.shape[2], key.shape[3], query.device)
         probe.compare(index, out, query, key, value, attn_mask, is_causal, scale, tried)
     return out

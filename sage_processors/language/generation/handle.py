@@ -35,7 +35,7 @@ _MEANINGLESS = {
     "keep": "leave it out: a language model has no denoising steps",
     "skip": "leave it out: lists of tiles are measured in denoising steps",
     "mixed": "leave it out: mixed precision is for denoisers",
-    "rotation": 'rotation="hadamard" or "none": "auto" is decided in denoising steps',
+    "rotation": 'leave it out, or rotation="hadamard": "auto" is decided in denoising steps',
     "recipe": "a recipe of sage_kernels.RECIPES: mixed precision is for denoisers",
     "layers": 'rules for linear layers alone, such as {"*.down_proj": {"linears": "none"}}: all attention layers of a '
     "model share one implementation",

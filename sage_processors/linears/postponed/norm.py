@@ -135,12 +135,13 @@ class PostponedNorm(Contiguous):
             call.state.is_postponed = False  # this model writes to a norm's operands before its result is used
             return False
         self._refuse_stale(*operands)
-        call.state.is_proven = True
         return True
 
     def _keep(self, key: tuple[Any, ...], balance: torch.Tensor | None, rows: Any) -> None:
+        state = self._call.state
+        state.is_proven = state.is_postponed
         if not self._rows:
-            self._call.state.is_read_in_8_bit(self._shape.numel())
+            state.is_read_in_8_bit(self._shape.numel())
         self._rows[key] = balance, rows
 
     def _next(self, step, dtype, gain, shift):

@@ -63,12 +63,17 @@ def counted_bytes():
     attention_dispatch._all_to_all_single, attention_dispatch.funcol = parts, funcol
 
 
-def main(rank: int, file: str, device: str = "cpu") -> None:
+def join(rank: int, file: str, device: str) -> None:
+    """Meet the other process at a file."""
     options = {"rank": rank, "world_size": 2, "init_method": f"file://{file}"}
     if device == "cuda":
         torch.cuda.set_device(rank)
         options["device_id"] = torch.device(device, rank)
     dist.init_process_group("nccl" if device == "cuda" else "gloo", **options)
+
+
+def main(rank: int, file: str, device: str = "cpu") -> None:
+    join(rank, file, device)
     for kind in ("ulysses", "ring"):
         parallel = parallel_config(kind, rank, device)
         if kind == "ulysses":

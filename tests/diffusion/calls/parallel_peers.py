@@ -19,7 +19,7 @@ from sage_processors.diffusion.graphs.agreement import forget_before_the_end
 from sage_processors.diffusion.graphs.comparison import EVERY
 from sage_processors.diffusion.graphs.model_graphs import WARM_UP
 from tests.diffusion.calls.context_parallel import parallel_config
-from tests.diffusion.calls.parallel_models import counted_bytes, drawing, spread
+from tests.diffusion.calls.parallel_models import counted_bytes, drawing, join, spread
 from tests.support.cpu_graphs import Recorder, captures
 from tests.support.tiny_models import MODELS
 
@@ -114,11 +114,7 @@ def graphs_of(handle, device: str):
 
 
 def main(rank: int, file: str, device: str = "cpu") -> None:
-    options = {"rank": rank, "world_size": 2, "init_method": f"file://{file}"}
-    if device == "cuda":
-        torch.cuda.set_device(rank)
-        options["device_id"] = torch.device(device, rank)
-    dist.init_process_group("nccl" if device == "cuda" else "gloo", **options)
+    join(rank, file, device)
     for kind in ("ulysses", "ring"):
         parallel = parallel_config(kind, rank, device)
         for name in CALLS if (kind, device) == ("ulysses", "cpu") else ():

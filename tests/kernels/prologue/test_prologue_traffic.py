@@ -256,13 +256,18 @@ def test_values_without_a_plan_are_read_before_they_are_cast(traffic):
 
 
 def test_rotation_reads_and_writes_q_and_k_once_in_one_launch_more(traffic):
+    """Without a state another one samples each head's centre and balance."""
     q, k, v = inputs()
-    attend(traffic, q, k, v, rotation="hadamard")
-    assert traffic.launches == ["_rotate_kernel", *PLANNED]
-    for x in (q, k):
-        assert (traffic.times("load", x, "_rotate_kernel") == 1).all()
-        assert (traffic.times("load", x) == 0).all()
-    assert traffic.bytes("_rotate_kernel") == 2 * 2 * (q.numel() + k.numel())
+    state = ScaleState([Site("a", KV_HEADS, HEAD_DIM)], device="cpu").head_state(0)
+    for options, sampling in (({"state": state}, []), ({}, ["_pre_balance_kernel"])):
+        attend(traffic, q, k, v, rotation="hadamard", **options)
+        assert traffic.launches == [*sampling, "_rotate_kernel", *PLANNED]
+        for x in (q, k):
+            assert (traffic.times("load", x, "_rotate_kernel") == 1).all()
+            assert (traffic.times("load", x) == 0).all()
+        assert sampling or traffic.bytes("_rotate_kernel") == 2 * 2 * (q.numel() + k.numel())
+        loaded = traffic.times("load", k, "_pre_balance_kernel")
+        assert (loaded.amax((0, 2, 3)) > 0).sum() <= len(sampling) * 2 * SAMPLE
 
 
 def test_decoding_reads_its_inputs_and_nothing_beside_them(traffic):

@@ -39,6 +39,7 @@ from .operands import (
     load_values,
     record_queries,
     score_product,
+    store_nothing,
     tile_at,
     to_midrange,
 )
@@ -64,25 +65,6 @@ _LAGGED_EXPONENT = tl.constexpr(recipe.LAGGED_EXPONENT)
 _LAGGED_LOWEST = tl.constexpr(recipe.LAGGED_LOWEST)
 _LAGGED_HIGHEST = tl.constexpr(recipe.LAGGED_HIGHEST)
 _LN_2 = tl.constexpr(0.6931471805599453)
-
-
-@triton.jit
-def _store_nothing(out_ptr, lse_ptr, sinks_ptr, first_out, first_row, seq_q, h, heads, BLOCK_M: tl.constexpr,
-                   HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, RETURN_LSE: tl.constexpr,
-                   HAS_SINKS: tl.constexpr):  # fmt: skip
-    """Write the result of rows without keys: zeros, and an LSE of the sink alone or -inf."""
-    offs_m = first_row + tl.arange(0, BLOCK_M)
-    channels = tl.arange(0, WIDTH)
-    is_row = offs_m < seq_q
-    out_row = (first_out + offs_m).to(tl.int64) * heads + h
-    inside = is_row[:, None] & (channels < HEAD_DIM)[None, :]
-    out = tl.zeros([BLOCK_M, WIDTH], tl.float32).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + out_row[:, None] * HEAD_DIM + channels[None, :], out, mask=inside)
-    if RETURN_LSE:
-        lse = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        if HAS_SINKS:
-            lse = tl.zeros([BLOCK_M], tl.float32) + tl.load(sinks_ptr + h)
-        tl.store(lse_ptr + out_row, lse, mask=is_row)
 
 
 @triton.jit(do_not_specialize=[
@@ -133,7 +115,7 @@ def _attention_fwd_kernel(
         k_tile += slot_of(b, start, BLOCK_N)
         first_step += slot_of(b, start, _STEP_KEYS)
         if seq_kv <= 0:  # the prologue prepared nothing for a sequence without keys
-            _store_nothing(
+            store_nothing(
                 out_ptr, lse_ptr, sinks_ptr, first_out, first_row, seq_q, h, heads,
                 BLOCK_M, HEAD_DIM, WIDTH, RETURN_LSE, HAS_SINKS,
             )  # fmt: skip

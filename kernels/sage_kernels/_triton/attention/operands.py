@@ -261,3 +261,22 @@ def add_product(acc, rescale, p, v, PV: tl.constexpr, BLOCK_M: tl.constexpr, BLO
     else:
         acc = tl.dot(p.to(v.dtype), v, acc)
     return acc
+
+
+@triton.jit
+def store_nothing(out_ptr, lse_ptr, sinks_ptr, first_out, first_row, seq_q, h, heads, BLOCK_M: tl.constexpr,
+                  HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, RETURN_LSE: tl.constexpr,
+                  HAS_SINKS: tl.constexpr):  # fmt: skip
+    """Write the result of rows without keys: zeros, and an LSE of the sink alone or -inf."""
+    offs_m = first_row + tl.arange(0, BLOCK_M)
+    channels = tl.arange(0, WIDTH)
+    is_row = offs_m < seq_q
+    out_row = (first_out + offs_m).to(tl.int64) * heads + h
+    inside = is_row[:, None] & (channels < HEAD_DIM)[None, :]
+    out = tl.zeros([BLOCK_M, WIDTH], tl.float32).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + out_row[:, None] * HEAD_DIM + channels[None, :], out, mask=inside)
+    if RETURN_LSE:
+        lse = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        if HAS_SINKS:
+            lse = tl.zeros([BLOCK_M], tl.float32) + tl.load(sinks_ptr + h)
+        tl.store(lse_ptr + out_row, lse, mask=is_row)

@@ -34,7 +34,7 @@ def _quantize_weight_kernel(
     w_ptr, codes_ptr, scale_ptr, balance_ptr, depth, stride_w, stride_codes,
     WIDTH: tl.constexpr, SHRINKS: tl.constexpr, HAS_BALANCE: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
-    """Quantise one row [depth], which is read once for its largest element, once for all ranges, once for codes.
+    """Quantise one row [depth] in three readings: its largest element, the error of each range, codes.
 
     Squared errors are fp32, their sums fp64: so no order of summation changes which range is chosen. Codes from
     `depth` to stride_codes become zeros. Grid: rows.

@@ -72,9 +72,9 @@ def zero_hidden_together(v_tile, reach, first_key, zeroed, turn, BLOCK_N: gl.con
 @gluon.jit
 def zero_hidden_of(tile, zeroings, v_tile, seen, zeroed, BLOCK_N: gl.constexpr, WIDTH: gl.constexpr,
                    MASKING: gl.constexpr, group_index: gl.constexpr):  # fmt: skip
-    """Run `zero_hidden_together` for a tile from `listed_tile`, if it hides keys; return the zeroings so far.
+    """Zero the values of a tile's hidden keys, if it has any; return how many tiles were zeroed so far.
 
-    A tile that is partly visible under a mask of keys is taken to hide some.
+    tile: from `listed_tile`. A tile that is partly visible under a mask of keys is taken to hide some.
     """
     if MASKING.mask == "rows":
         if tile >= HIDES_KEYS:
