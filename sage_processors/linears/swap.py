@@ -22,7 +22,7 @@ from .compiled.graph_fusion import fuse_in_compiled_code
 from .head_rotation import HeadRotations
 from .leftovers import give_back_block, give_back_layer, give_back_norm, take_out_leftovers
 from .modules import is_swapped, linear_class, norm_class
-from .postponed.norm_layers import NormState, norm_form, norm_width
+from .postponed.norm_layers import ANY_WIDTH, NormState, norm_form, norm_width
 from .qkv import join_neighbours
 from .report import LinearReport, notes_of, rows_of
 from .short_forwards import ShortForwards, shapes_of
@@ -190,6 +190,7 @@ class LinearSwap:
 
     def _postpone_norms(self) -> None:
         widths = {module.in_features for module, state in self._states.values() if not state.is_weight_only}
+        widths |= {ANY_WIDTH} if widths else set()
         for name, module in self.model.named_modules():
             if id(module) in self._norms or is_swapped(module) or norm_width(module) not in widths:
                 continue

@@ -7,6 +7,7 @@ capture, so that one too many shows.
 from __future__ import annotations
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import sage_processors as sp
@@ -52,6 +53,37 @@ class Recorder:
             return forward(*args, **kwargs)
 
         module.forward = waiting
+
+
+class AsOnGpu(TorchDispatchMode):
+    """Refuses what waits for values on a GPU: sizes or Python numbers that follow from them. Attributes: refused."""
+
+    WAITING = ("nonzero", "masked_select", "_local_scalar_dense", "_unique2", "equal")
+
+    def __init__(self):
+        super().__init__()
+        self.refused = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func._schema.name.partition("::")[2] in self.WAITING:
+            self.refused += 1
+            raise RuntimeError(f"operation not permitted when stream is capturing: {func}")
+        return func(*args, **(kwargs or {}))
+
+
+class StrictRecorder(Recorder):
+    """A Recorder in which what waits for the GPU fails, in captures and in replays."""
+
+    def __init__(self):
+        super().__init__()
+        self.mode = AsOnGpu()
+
+    def __call__(self, run, device=None):
+        def strict():
+            with self.mode:
+                return run()
+
+        return super().__call__(strict)
 
 
 class OnCpu(ModelGraphs):

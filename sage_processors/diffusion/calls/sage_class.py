@@ -125,7 +125,8 @@ def _sage_class(base: Any, fn: types.FunctionType) -> Any:
         if own.patches.found:
             fall_back(own, "patched")
             return base.__call__(self, *args, **kwargs)
-        kind = None if torch.compiler.is_compiling() else own.short.kind(self, args, kwargs)
+        is_unknown = torch.compiler.is_compiling() or binding.reads_masks
+        kind = None if is_unknown else own.short.kind(self, args, kwargs)
         if calls := own.short.known(kind):
             count_short(own, calls)
             return base.__call__(self, *args, **kwargs)

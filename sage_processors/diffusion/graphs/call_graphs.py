@@ -6,6 +6,7 @@ is a reason, and the call runs eagerly.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from torch import nn
 
 from ...patching.nested import UnknownValueError, kind_of, mapped, tensors_of
 from ...reporting.event_counter import EventCounter
+from ..host.valid_tokens import Counts, run_with_known_rows
 from .capture import CaptureError
 from .comparison import StateCopy
 from .model_state import ModelState, obstacle, refresh_weights
@@ -25,6 +27,7 @@ logger = logging.getLogger("sage_processors")
 
 MOST_GRAPHS = 8  # of one function; the least recently used one is dropped
 MOST_KINDS = 64  # kinds of calls with counted steps
+MASK_WARM_UP = 1  # eager steps of masks with other numbers of valid tokens, if all else was warmed up
 FEW_REPLAYS, MOST_CHANGES = 8, 3  # a module that changes so soon, so often, is not captured any more
 
 
@@ -56,7 +59,8 @@ class Graph:
 class CallGraphs:
     """The CUDA graphs of one function, one for each kind of call.
 
-    A kind is made of the shapes and dtypes of tensors, the values of other arguments, and what `owner.precision` says.
+    A kind is made of the shapes and dtypes of tensors, the values of other arguments, what `owner.precision` says, and
+    the numbers of valid tokens of masks where lengths inside of the model follow from them.
 
     Args:
         owner: the ModelGraphs. module: the model or block. call: its eager forward.
@@ -91,7 +95,9 @@ class CallGraphs:
             return "arguments"
         if any(x.device != self._owner.device for x in tensors):
             return "arguments"
-        kind = (*self._owner.precision(), given)
+        but_masks = (*self._owner.precision(), given)
+        counts = self._owner.mask_counts(iter(tensors))
+        kind = (*but_masks, counts)
         if kind in self._refused:
             return self._refused[kind]
         graph = self.graphs.pop(kind, None)
@@ -102,7 +108,8 @@ class CallGraphs:
                 self._owner.has_changed(self)
                 return "changed"
         else:
-            if not self.is_warm(kind):
+            enough = MASK_WARM_UP if counts and self.is_warm(but_masks) else self._warm_up
+            if not self.is_warm(kind, enough):
                 return "warm_up"
             if self._early_changes >= MOST_CHANGES:
                 return "changed"
@@ -116,7 +123,7 @@ class CallGraphs:
         if not self._owner.agrees(graph):
             return "peers"
         if graph is None:
-            found = self._captured(kind, args, kwargs)
+            found = self._captured(kind, args, kwargs, counts)
             number = self._owner.agreement.number(not isinstance(found, str))
             if isinstance(found, str):
                 return found
@@ -128,15 +135,16 @@ class CallGraphs:
             del self.graphs[next(iter(self.graphs))]
         return kind, graph
 
-    def is_warm(self, kind: Any) -> bool:
+    def is_warm(self, kind: Any, enough: int | None = None) -> bool:
         """True if calls of a kind were seen in enough steps. Without a scheduler each call is a step."""
+        enough = self._warm_up if enough is None else enough
         running = self._owner.step()
         steps = self._steps[kind] = self._steps.pop(kind, [])
         if len(self._steps) > MOST_KINDS:
             del self._steps[next(iter(self._steps))]
         if len(steps) <= self._warm_up and running not in steps:
             steps.append(running)
-        return len(steps) > self._warm_up
+        return len(steps) > enough
 
     def _refuse(self, kind: tuple[Any, ...], reason: str) -> str:
         self._refused[kind] = reason
@@ -144,7 +152,9 @@ class CallGraphs:
             del self._refused[next(iter(self._refused))]
         return reason
 
-    def _captured(self, kind: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph | str:
+    def _captured(
+        self, kind: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any], counts: Counts
+    ) -> Graph | str:
         """Capture a call. Returns the reason if that fails; all state is as before then."""
         owner, before = self._owner, None
         try:
@@ -157,8 +167,11 @@ class CallGraphs:
             inputs = list(tensors_of((args, kwargs)))
             owner.places.fill(inputs, given)
             writes = [x._version for x in inputs if not x.is_inference()]
+            run = run_with_known_rows(
+                functools.partial(self.call, *args, **kwargs), [(inputs[place], rows) for place, rows in counts]
+            )
             with _without_kept_casts(owner.device.type):
-                results, replay = owner.record(lambda: self.call(*args, **kwargs))
+                results, replay = owner.record(run)
             calls = before.linear_calls() if self.is_block and owner.device.type == "cuda" else []
             before.restore()  # a capture runs nothing
             if writes != [x._version for x in inputs if not x.is_inference()]:

@@ -11,7 +11,7 @@ import functools
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from sage_kernels.compat import is_unobserved
 
 from ...patching.nested import UnknownValueError, kind_of, mapped, tensors_of
 from ..host.innermost import own_forward
+from ..host.valid_tokens import Counts, MaskCounts
 from .agreement import CAPTURE, EAGER, Agreement, forget_before_the_end
 from .blocks import BlockCall, repeated_blocks
 from .call_graphs import CallGraphs, Graph
@@ -67,7 +68,7 @@ class ModelGraphs:
         self.blocks: dict[BlockCall, CallGraphs] = {}
         self._thread = threading.local()
         self._captures: Captures | None = None
-        self.places = Places()
+        self.places, self._masks = Places(), MaskCounts()
         self._failures: dict[Any, str] = {}
         self._shape: Any = None  # kind of the running forward
         self._shapes: set[Any] = set()  # with graphs
@@ -108,6 +109,7 @@ class ModelGraphs:
         self.whole = CallGraphs(self, self.model, self.model._call_impl, WARM_UP)
         self._failures.clear()
         self._without_room.clear()
+        self._masks.forget()
         self._let_go()
 
     def _let_go(self, *, is_warm: bool = False) -> None:
@@ -311,6 +313,11 @@ class ModelGraphs:
         plan = self.denoiser.state, self.denoiser.frozen
         autocast = torch.is_autocast_enabled(self.device_type) and torch.get_autocast_dtype(self.device_type)
         return self._handle.steps.precision, torch.is_inference_mode_enabled(), autocast, plan
+
+    def mask_counts(self, tensors: Iterator[torch.Tensor]) -> Counts:
+        """Return the numbers of valid tokens of a call's masks; () unless an attention processor asks for them."""
+        asks = any(layer.sage._sage_binding.reads_masks for layer in self.denoiser.layers)
+        return self._masks.of(tensors) if asks else ()
 
     def step(self) -> object:
         """Return an object that identifies the running step; a new one without a scheduler."""

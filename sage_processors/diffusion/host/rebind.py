@@ -12,10 +12,11 @@ import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 import torch.nn.functional as F
 
 from ...patching.other_globals import scope_of, with_globals
-from . import dispatcher
+from . import dispatcher, valid_tokens
 
 
 attention_dispatch = dispatcher.module()
@@ -25,10 +26,12 @@ dispatch_attention_fn = attention_dispatch.dispatch_attention_fn
 class StandIns(NamedTuple):
     """The replacements for torch.nn.functional and for the two attention functions.
 
-    other: maps any other global to its replacement, or to None if it stays.
+    torch: replaces torch in code that calls torch.nonzero. other: maps any other global to its replacement, or to None
+    if it stays.
     """
 
     functional: types.ModuleType
+    torch: types.ModuleType
     sdpa: types.FunctionType
     dispatch: types.FunctionType
     other: Callable[[object], object]
@@ -41,11 +44,20 @@ class _Functional(types.ModuleType):
         return getattr(F, name)
 
 
+class _Torch(types.ModuleType):
+    """A copy of torch with one function replaced. Looks everything else up there on use."""
+
+    def __getattr__(self, name):
+        return getattr(torch, name)
+
+
 def stand_ins(sdpa, dispatch, other=lambda value: None) -> StandIns:
     """Return stand-ins that call `sdpa` and `dispatch` with the arguments of the original functions."""
     functional: Any = _Functional("torch.nn.functional")
     functional.scaled_dot_product_attention = sdpa
-    return StandIns(functional, sdpa, dispatch, other)
+    whole: Any = _Torch("torch")
+    whole.nonzero = valid_tokens.nonzero
+    return StandIns(functional, whole, sdpa, dispatch, other)
 
 
 def _stand_in(value, names, ops: StandIns):
@@ -71,12 +83,14 @@ class Found(NamedTuple):
         replaced: globals to replace, by name.
         helpers: functions of the same module that call attention, by name.
         others: functions replaced by `StandIns.other`.
+        reads_masks: the code asks torch.nonzero which tokens of a mask are valid.
     """
 
     calls: int = 0
     replaced: dict[str, object] = {}
     helpers: dict[str, types.FunctionType] = {}
     others: tuple[types.FunctionType, ...] = ()
+    reads_masks: bool = False
 
 
 def _scan(fn, ops: StandIns, scope: dict[str, Any], above=()) -> Found:
@@ -88,6 +102,7 @@ def _scan(fn, ops: StandIns, scope: dict[str, Any], above=()) -> Found:
     helpers: dict[str, types.FunctionType] = {}
     others: dict[str, object] = {}
     functions: tuple[Any, ...] = ()
+    reads_masks = False
     for opname, name in instructions:
         value = scope.get(name) if opname in ("LOAD_GLOBAL", "LOAD_NAME") else None
         stand_in = _stand_in(value, names, ops)
@@ -96,6 +111,8 @@ def _scan(fn, ops: StandIns, scope: dict[str, Any], above=()) -> Found:
             calls += stand_in is not ops.functional
         elif opname in ("LOAD_ATTR", "LOAD_METHOD") and name == "scaled_dot_product_attention":
             calls += 1
+        elif value is torch and "nonzero" in names:
+            others[name], reads_masks = ops.torch, True
         elif value is not None and (stand_in := ops.other(value)) is not None:
             others[name] = stand_in
             functions += (value,)
@@ -106,7 +123,8 @@ def _scan(fn, ops: StandIns, scope: dict[str, Any], above=()) -> Found:
                 replaced |= inner.replaced
                 helpers |= inner.helpers | {name: value}
                 functions += inner.others
-    return Found(calls, replaced | others, helpers, functions) if replaced else Found()
+                reads_masks |= inner.reads_masks
+    return Found(calls, replaced | others, helpers, functions, reads_masks) if replaced else Found()
 
 
 class Bound(NamedTuple):
@@ -117,12 +135,14 @@ class Bound(NamedTuple):
         calls: number of attention calls in the code.
         made_of: the original functions that it runs, or that a stand-in replaces.
         seen: the globals it was made with.
+        reads_masks: as in Found.
     """
 
     function: types.FunctionType
     calls: int
     made_of: list[types.FunctionType]
     seen: dict[str, Any]
+    reads_masks: bool = False
 
 
 def rebind(fn, ops: StandIns) -> Bound:
@@ -131,7 +151,8 @@ def rebind(fn, ops: StandIns) -> Bound:
     found = _scan(fn, ops, seen)
     scope = scope_of(seen, found.replaced)
     scope.update({name: with_globals(helper, scope) for name, helper in found.helpers.items()})
-    return Bound(with_globals(fn, scope), found.calls, [fn, *found.helpers.values(), *found.others], seen)
+    made_of = [fn, *found.helpers.values(), *found.others]
+    return Bound(with_globals(fn, scope), found.calls, made_of, seen, found.reads_masks)
 
 
 _LOOK_ONLY = stand_ins(F.scaled_dot_product_attention, dispatch_attention_fn)

@@ -31,7 +31,7 @@ from sage_kernels.ops.warm_up import (
 )
 from sage_kernels.planning.state import closing_call
 
-from ...linears.postponed.norm_layers import NormState, norm_width
+from ...linears.postponed.norm_layers import ANY_WIDTH, NormState, norm_width
 from ...reporting.progress import progress_bar
 from ..calls.processor_state import CallSite
 from ..heads.head_norms import HeadNormState
@@ -182,7 +182,8 @@ def linear_kinds(denoiser) -> list[LinearKind]:
         widens = activations if columns > depth else ()
         kinds = [plain._replace(activation=name) for name in ("none", *sorted(widens))]
         kinds += [plain._replace(adds=True)] if columns in norms else []
-        found += [kind._replace(norm=norm) for kind in kinds for norm in ("none", *sorted(norms.get(depth, ())))]
+        before = norms.get(depth, set()) | norms.get(ANY_WIDTH, set())
+        found += [kind._replace(norm=norm) for kind in kinds for norm in ("none", *sorted(before))]
     return list(dict.fromkeys(found))
 
 

@@ -17,7 +17,9 @@ from ...torch_modes import counts_writes, is_autocast
 from .norm import NormCall, PostponedNorm
 
 
+_TRIED_WIDTH = 8  # with which the formula of a norm of any width is found
 _HOOKS = {"_diffusers_hook", "_hf_hook"}  # of modules for which diffusers or accelerate move weights around a forward
+ANY_WIDTH = 0  # of a norm without parameters that normalises whatever it is given, as Mochi's do
 _EPS_NAMES = ("eps", "variance_epsilon", "epsilon")
 
 
@@ -30,7 +32,7 @@ def _eps_of(module, dtype: torch.dtype) -> float | None:
 
 
 def norm_width(module) -> int | None:
-    """Return the number of features that a norm module normalises; None for any other module."""
+    """Return the number of features that a norm module normalises, or ANY_WIDTH; None for any other module."""
     weight = module._parameters.get("weight")
     if weight is not None:
         return len(weight) if weight.dim() == 1 else None
@@ -39,7 +41,7 @@ def norm_width(module) -> int | None:
         if isinstance(value, (tuple, list)) and len(value) == 1:
             value = value[0]
         if isinstance(value, int):
-            return value
+            return value if value or not any(p is not None for p in module._parameters.values()) else None
     return None
 
 
@@ -142,8 +144,9 @@ def norm_form(module: nn.Module) -> tuple[str, bool] | None:
     if not set(parameters) <= {"weight", "bias"} or any(p.dim() != 1 for p in parameters.values()) or module._buffers:
         return None
     width = norm_width(module)
-    if not width:
+    if width is None:
         return None
+    width = width or _TRIED_WIDTH
     generator = torch.Generator().manual_seed(0)
     with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
         sizes = torch.tensor([[1.0], [1e-3], [30.0]], dtype=torch.float32, device="cpu")

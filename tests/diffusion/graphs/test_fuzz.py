@@ -15,8 +15,8 @@ from tests.support.cpu_graphs import captures, options
 from tests.support.tiny_models import MODELS
 
 
-NAMES = ["flux", "qwen_image_padded", "chroma", "unet_sd15"]
-FORWARDS = 100  # of each model on a GPU, in all 400
+NAMES = ["flux", "qwen_image_padded", "chroma", "unet_sd15", "mochi"]
+FORWARDS = 100  # of each model on a GPU, in all 500
 
 
 class Pair:
@@ -96,6 +96,18 @@ class Pair:
         self.is_twice = not self.is_twice
         self.inputs = {n: twice(n, x) if self.is_twice else x for n, x in self.first.items()}
 
+    def text(self):
+        """A text of another length, or a hole in it, written over the one before or in a new tensor."""
+        mask = self.inputs.get("encoder_attention_mask")
+        if mask is None:
+            return
+        other = torch.arange(mask.shape[1], device=self.device) < self.random.choice([5, 13])
+        other[self.random.randrange(5)] = self.random.random() < 0.5
+        if self.random.random() < 0.5:
+            mask.copy_(other.expand_as(mask))
+        else:
+            self.inputs["encoder_attention_mask"] = other.expand_as(mask).clone()
+
     def hook(self):
         """A user's hook outside of the blocks, or away with it."""
         if self.hooks:
@@ -136,7 +148,7 @@ class Pair:
 
 ACTIONS = [
     "weight_in_place", "weight_exchanged", "weights_loaded", "new_run", "refresh", "other_options", "batch", "hook",
-    "cache", "flag", "moved_away",
+    "cache", "flag", "moved_away", "text",
 ]  # fmt: skip
 
 
@@ -182,7 +194,7 @@ def fuzz(name, device, forwards):
     assert torch.rand(2, device=device).isfinite().all()
 
 
-@pytest.mark.parametrize("name", ["flux"])
+@pytest.mark.parametrize("name", ["flux", "mochi"])
 def test_random_actions_between_forwards(name):
     fuzz(name, torch.device("cpu"), 40)
 
