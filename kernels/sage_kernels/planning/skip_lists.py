@@ -8,7 +8,10 @@ the running step is unknown. Sites may have limits of their own, also by noise l
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 
@@ -27,13 +30,30 @@ LEAST_TILES = 8
 DENSE = ("masked", "short", "first_last", "unfollowed", "memory", "calls", "graph", "parallel", "no_limit")
 
 
+class CapturedLists(NamedTuple):
+    """The lists that a captured forward reads and writes.
+
+    Attributes:
+        now: `SkipLists.now` at the capture.
+        calls: ((place, number of the call in its step), its lists or None), in order.
+        reasons: (site, reason) of each call without lists.
+        missing: calls whose lists have yet to be made, which an eager call does.
+    """
+
+    now: torch.Tensor
+    calls: list[tuple[tuple, SkipState | None]]
+    reasons: list[tuple[int, str]]
+    missing: list[tuple]
+
+
 class SkipLists:
     """Skip lists of the call sites of one ScaleState, by shape and by place among the calls of a step.
 
     The n-th call of a site in a step reads the list of the n-th call in the step before, so that guidance that calls a
     model twice keeps both apart. A layer that some steps leave out (attention caches) finds its lists at their age:
     its next call measures all that would have been measured meanwhile. A CUDA graph keeps the lists of the call that
-    it was captured from; steps and runs reach it through `now` and `limit`, which are tensors.
+    it was captured from; steps and runs reach it through `now` and `limit`, which are tensors. Whoever captures within
+    `captured` says which step a graph is for, and counts its replays.
 
     Args:
         sites: number of call sites. device: where they run.
@@ -68,6 +88,7 @@ class SkipLists:
         self._calls: dict[tuple, int] = {}
         self._used: set[tuple] = set()  # in this run
         self._of_graphs: set[tuple] = set()
+        self._captured: CapturedLists | None = None
         self._is_dense = True
         with torch.inference_mode(False):  # inference tensors could not be written to outside of inference_mode
             self.now = torch.zeros((), dtype=torch.int32, device=device)
@@ -92,7 +113,10 @@ class SkipLists:
 
     def leave_out(self, site: int, reason: str) -> None:
         """Count a call without a list. reason: one of DENSE."""
-        self.reasons[site][reason] = self.reasons[site].get(reason, 0) + 1
+        if self._captured is not None:
+            self._captured.reasons.append((site, reason))
+        else:
+            self.reasons[site][reason] = self.reasons[site].get(reason, 0) + 1
 
     def _look_up(self, site: int, q, k, recipe: str) -> tuple[str, SkipState | None]:
         if not self._is_followed or q.device != self.device:
@@ -111,6 +135,16 @@ class SkipLists:
         if call >= MOST_CALLS:
             return "calls", None
         key = (place, call)
+        if self._captured is not None:
+            found = self._kept.get(key)
+            if found is None and self.nbytes + list_bytes(*shape, *block) > self.memory:
+                return "memory", None
+            self._captured.calls.append((key, None if self._is_dense else found))
+            if self._is_dense:
+                return "first_last", None
+            if found is None:
+                self._captured.missing.append(key)
+            return "", found
         capturing = q.is_cuda and torch.cuda.is_current_stream_capturing()
         if key not in self._kept:
             nbytes = list_bytes(*shape, *block)
@@ -135,6 +169,77 @@ class SkipLists:
         elif self._is_dense:
             return "first_last", None
         return "", self._kept[key]
+
+    # --- captures that are told what step they are for, and whose replays are counted ---
+
+    @property
+    def kind_of_step(self) -> str:
+        """The kind of step that is running: "" without lists, "first_last", or "listed". Each takes other launches."""
+        if not self._is_followed:
+            return ""
+        return "first_last" if self._is_dense else "listed"
+
+    @contextmanager
+    def captured(self) -> Iterator[CapturedLists]:
+        """Note the lists of the calls within, which are captured for this kind of step. Makes and counts none."""
+        calls, self._calls = self._calls, dict(self._calls)
+        self._captured = CapturedLists(self.now, [], [], [])
+        try:
+            yield self._captured
+        finally:
+            self._captured, self._calls = None, calls
+
+    def are_next(self, captured: CapturedLists) -> bool:
+        """Return True if captured calls have the numbers that the next calls of this step would have."""
+        numbers: dict[tuple, int] = {}
+        for (place, call), _ in captured.calls:
+            numbers[place] = numbers.get(place, self._calls.get(place, -1)) + 1
+            if numbers[place] != call:
+                return False
+        return True
+
+    def hold(self, captured: CapturedLists) -> bool:
+        """Return True if captured calls have the lists of later calls; keeps those again that a run had dropped.
+
+        `clear` makes all lists void when it drops some, so what comes back is as good as new.
+        """
+        if captured.now is not self.now:
+            return False
+        dropped = []
+        for key, lists in captured.calls:
+            kept = self._kept.get(key)
+            if lists is None or kept is lists:
+                continue
+            if kept is not None:
+                return False
+            dropped.append((key, lists))
+        nbytes = self.nbytes + sum(lists.nbytes for _, lists in dropped)
+        if dropped and nbytes > self.memory:
+            return False
+        self._kept.update(dropped)
+        self.nbytes = nbytes
+        return True
+
+    def replayed(self, captured: CapturedLists) -> None:
+        """Count the calls of a replay."""
+        for (place, call), _ in captured.calls:
+            self._calls[place] = call
+            self._used.add((place, call))
+        for (site, reason), calls in Counter(captured.reasons).items():
+            self.reasons[site][reason] = self.reasons[site].get(reason, 0) + calls
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return all that calls write to, for a copy from which `restore` can make it again."""
+        own = [x for lists in self._kept.values() for x in (lists.lists, lists.bound, lists.alarms, lists.clock)]
+        return [*own, self.totals]
+
+    def counts(self) -> tuple:
+        """Return what calls count on the host, for `restore`."""
+        return dict(self._calls), set(self._used), [dict(x) for x in self.reasons]
+
+    def restore(self, counts: tuple) -> None:
+        """Set what calls count on the host to what `counts` returned."""
+        self._calls, self._used, self.reasons = dict(counts[0]), set(counts[1]), [dict(x) for x in counts[2]]
 
     def next_step(self) -> None:
         """End a step: count calls anew."""

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from sage_kernels.planning.skip_lists import CapturedLists
+
 from ...patching.nested import UnknownValueError, kind_of, mapped, tensors_of
 from ...reporting.event_counter import EventCounter
 from ..host.valid_tokens import Counts, run_with_known_rows
@@ -41,6 +43,7 @@ class Graph:
         replay: runs it.
         state: the module's state at the capture.
         calls: (counter of a linear layer, event, number of calls) that a replay has to count on the host.
+        lists: the skip lists it reads and writes; None without the option.
         compared: the run in which it was last compared with an eager call; None before the first time.
         replays: number of replays so far.
         number: among the graphs of all processes of context parallelism.
@@ -51,6 +54,7 @@ class Graph:
     replay: Callable[[], None]
     state: ModelState
     calls: list[tuple[EventCounter, int, int]]
+    lists: CapturedLists | None = None
     compared: int | None = None
     replays: int = 0
     number: int = 0
@@ -101,6 +105,13 @@ class CallGraphs:
         if kind in self._refused:
             return self._refused[kind]
         graph = self.graphs.pop(kind, None)
+        lists = self._owner.lists
+        if graph is not None and lists is not None and graph.lists is not None:
+            if not lists.hold(graph.lists):
+                graph = None  # eager calls have made others since
+            elif not lists.are_next(graph.lists):
+                self.graphs[kind] = graph
+                return "skip"
         if graph is not None:
             refresh_weights(graph.state.in_8_bit)
             if not graph.state.holds():
@@ -167,13 +178,27 @@ class CallGraphs:
             inputs = list(tensors_of((args, kwargs)))
             owner.places.fill(inputs, given)
             writes = [x._version for x in inputs if not x.is_inference()]
-            run = run_with_known_rows(
+            call = run_with_known_rows(
                 functools.partial(self.call, *args, **kwargs), [(inputs[place], rows) for place, rows in counts]
             )
+            noted: list[CapturedLists] = []
+
+            def run() -> Any:
+                if owner.lists is None:
+                    return call()
+                with owner.lists.captured() as lists:
+                    noted.append(lists)
+                    return call()
+
             with _without_kept_casts(owner.device.type):
                 results, replay = owner.record(run)
             calls = before.linear_calls() if self.is_block and owner.device.type == "cuda" else []
             before.restore()  # a capture runs nothing
+            lists = noted[0] if noted else None
+            if lists is not None and lists.missing:
+                return "warm_up"  # this eager call makes them
+            if lists is not None and any(reason == "memory" for _, reason in lists.reasons):
+                return self._refuse(kind, "skip")  # room for lists may come
             if writes != [x._version for x in inputs if not x.is_inference()]:
                 return self._refuse(kind, "arguments")  # a replay would write to its own inputs, not to the caller's
             kind_of(results)
@@ -186,7 +211,7 @@ class CallGraphs:
             return self._refuse(kind, self._failed(kind, error))
         if not owner.has_room():
             return "memory"
-        return Graph(inputs, results, replay, state, calls)
+        return Graph(inputs, results, replay, state, calls, lists)
 
     def _failed(self, kind: tuple[Any, ...], error: Exception) -> str:
         """Log a failed capture. Returns the reason."""

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from sage_kernels.planning.skip_lists import SkipLists
+
 from ...patching.nested import tensors_of
 from ...reporting.event_counter import EventCounter
 
@@ -18,10 +20,12 @@ EVERY = 20  # runs from one comparison of a graph to the next
 
 
 class StateCopy:
-    """Copy of the state that a forward changes: statistics, plans, counters, the generator."""
+    """Copy of the state that a forward changes: statistics, plans, skip lists, counters, the generator."""
 
     def __init__(self, denoiser: Any):
         counters = list(_counters(denoiser))
+        self._lists = lists_of(denoiser)
+        self._counts_of_lists = () if self._lists is None else self._lists.counts()
         self._counts = [(counter, list(counter.eager)) for counter in counters]
         self.learnt = list(dict.fromkeys(_learnt(denoiser)))
         self._tensors = [*self.learnt, *(counter.traced for counter in counters)]
@@ -48,6 +52,8 @@ class StateCopy:
             x.copy_(copy)
         for counter, numbers in self._counts:
             counter.eager = list(numbers)
+        if self._lists is not None:
+            self._lists.restore(self._counts_of_lists)
         self._generator.set_state(self._random)
 
 
@@ -149,6 +155,15 @@ def _learnt(denoiser: Any) -> Iterator[torch.Tensor]:
             for x in value if isinstance(value, tuple) else (value,):
                 if isinstance(x, torch.Tensor):
                     yield x
+    lists = lists_of(denoiser)
+    if lists is not None:
+        yield from lists.tensors()
+
+
+def lists_of(denoiser: Any) -> SkipLists | None:
+    """Return the skip lists of a denoiser, if it has some."""
+    found: SkipLists | None = None if denoiser.state is None else denoiser.state.kept.skip_lists
+    return found
 
 
 def _counters(denoiser: Any) -> Iterator[EventCounter]:

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 
 from sage_kernels.compat import is_unobserved
+from sage_kernels.planning.row_maxima import MOST_CALLS
+from sage_kernels.planning.skip_lists import SkipLists
 
 from ...patching.nested import UnknownValueError, kind_of, mapped, tensors_of
 from ..host.innermost import own_forward
@@ -25,7 +27,7 @@ from .agreement import CAPTURE, EAGER, Agreement, forget_before_the_end
 from .blocks import BlockCall, repeated_blocks
 from .call_graphs import CallGraphs, Graph
 from .capture import CaptureError, Captures, Recorded, tidy
-from .comparison import EVERY, Verdicts, expected_of
+from .comparison import EVERY, Verdicts, expected_of, lists_of
 from .places import Places
 
 
@@ -75,6 +77,7 @@ class ModelGraphs:
         self._without_room: set[Any] = set()
         self._verdicts, self.agreement = Verdicts(), Agreement()
         self._run, self._begun, self._is_first, self._is_tidy = 0, None, False, False
+        self._step, self._call = object(), 0  # the running step, and the number of this forward in it
         self.replays = self.partly = self.block_replays = self.differing = 0
         self.eager, self.block_eager, self.lines = Counter[str](), Counter[str](), dict[str, str]()
 
@@ -238,6 +241,8 @@ class ModelGraphs:
             return "not_capturable"
         graph.replay()
         graph.replays += 1
+        if self.lists is not None and graph.lists is not None:
+            self.lists.replayed(graph.lists)
         for counter, event, calls in graph.calls:
             counter.add_eager(event, calls)
         results = mapped(graph.results, torch.clone)  # the next replay overwrites the originals
@@ -280,6 +285,8 @@ class ModelGraphs:
     def _note_run(self) -> None:
         """Notice that a run began. The comparisons of the one before it take effect then."""
         followed = self._handle.following.active if self.denoiser.follows_scheduler else None
+        step = None if followed is None else followed.progress.token
+        self._step, self._call = step, self._call + 1 if step is self._step else 0
         if followed is None:
             self._verdicts.settle(wait=False)
             return
@@ -297,8 +304,6 @@ class ModelGraphs:
             return "gradient"
         if self._handle._probe is not None:
             return "probe"
-        if self.denoiser.state is not None and self.denoiser.state.kept.skip_lists is not None:
-            return "skip"  # two calls of a step would replay one graph, and share its lists (kernels/NOTES.md)
         if not is_unobserved():
             return "observed"
         captures = self._captures
@@ -308,11 +313,19 @@ class ModelGraphs:
 
     # --- what CallGraphs asks for ---
 
+    @property
+    def lists(self) -> SkipLists | None:
+        """The denoiser's skip lists, if it has some."""
+        return lists_of(self.denoiser)
+
     def precision(self) -> tuple[Any, ...]:
         """Return what results depend on beside model and arguments, for the kind of a call."""
         plan = self.denoiser.state, self.denoiser.frozen
+        listed = None
+        if self.lists is not None and self.lists.kind_of_step:  # each call of a step has lists of its own
+            listed = self.lists.kind_of_step, min(self._call, MOST_CALLS)
         autocast = torch.is_autocast_enabled(self.device_type) and torch.get_autocast_dtype(self.device_type)
-        return self._handle.steps.precision, torch.is_inference_mode_enabled(), autocast, plan
+        return self._handle.steps.precision, torch.is_inference_mode_enabled(), autocast, plan, listed
 
     def mask_counts(self, tensors: Iterator[torch.Tensor]) -> Counts:
         """Return the numbers of valid tokens of a call's masks; () unless an attention processor asks for them."""

@@ -157,7 +157,7 @@ ROWS = {
     "group offloading": {"groups": case(lambda case: group_offload("block_level")(case.model, "cpu"))},
     "sequential offloading": {"sequential": case(lambda case: accelerate_offload(case.model, "cpu"))},
     "compiled blocks": {"compiled": case(compile_block)},
-    "skip lists": {},  # need a pipeline: test_lists_are_not_replayed in test_model_graphs.py
+    "skip lists": {},  # need a pipeline: test_lists_in_graphs.py
     "gradients": {"gradient": case(around=contextlib.nullcontext)},
     "a profiler or a mode of PyTorch": {"mode": case(around=looked_at)},
     "a running probe": {"probe": case(swapped=lambda case, handle: handle.probe(every=1))},
