@@ -6,6 +6,7 @@ What stands in for captures on a CPU is in tests/support/cpu_graphs.py; the same
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 import diffusers
 import pytest
@@ -124,6 +125,70 @@ def test_an_eager_call_within_a_step_is_counted():
 
     graphs = is_same(run)
     assert graphs.eager["gradient"] == 1 and graphs.eager["warm_up"] == 2 * WARM_UP + 1
+
+
+def test_calls_of_other_shapes_before_one_change_its_number():
+    """The second call of a step was captured as the first of its shape; where it is the second of it, it is eager."""
+
+    def run(drawing, handle):
+        pairs = [(1, 2)] * 2 + [(2, 2)] * 2 + [(1, 2)]
+        return [in_pairs(drawing, seed, batches) for seed, batches in enumerate(pairs)]
+
+    graphs = is_same(run)
+    assert graphs.eager["skip"] > STEPS // 2 and graphs.replays > STEPS
+
+
+def in_pairs(drawing, seed, batches):
+    """Draw with two calls in each step, of samples of `batches`; both of the first noise."""
+
+    def twice(*args, hidden_states, **kwargs):
+        first, second = (drawing._of(seed, batch=batch) for batch in batches)
+        now = {"timestep": kwargs["timestep"][:1]}
+        results = [
+            drawing.model(**given | {"timestep": now["timestep"].repeat(len(given["hidden_states"]))}).sample
+            for given in (first | {"hidden_states": hidden_states}, second)
+        ]
+        return Sample(results[0] + 0.1 * results[1][:1])
+
+    return drawing.draw(seed, steps=STEPS, model=twice, batch=batches[0])
+
+
+class Sample(NamedTuple):
+    sample: torch.Tensor
+
+
+def test_lists_that_an_eager_call_made_anew_are_followed():
+    """Another size drops the lists of the first, and the first eager call makes others than the graph had."""
+
+    def run(drawing, handle):
+        found = [*several(drawing, handle), drawing.draw(0, steps=STEPS, batch=2), drawing.draw(1, steps=STEPS)]
+        found.append(drawing.draw(2, steps=STEPS, batch=2))
+
+        def with_gradients(*args, **kwargs):
+            with torch.set_grad_enabled(handle.following.active.progress.taken == 1):
+                result = drawing.model(*args, **kwargs)
+            return Sample(result.sample.detach())
+
+        return [*found, drawing.draw(3, steps=STEPS, model=with_gradients), *several(drawing, handle)]
+
+    assert is_same(run).eager["gradient"] == 1
+
+
+def test_a_capture_before_its_lists_are_made_waits():
+    """A change of weights drops the graphs where another size has dropped the lists."""
+
+    def run(drawing, handle):
+        found = [
+            *several(drawing, handle),
+            drawing.draw(0, steps=STEPS, batch=2),
+            drawing.draw(1, steps=STEPS, batch=2),
+        ]
+        with torch.no_grad():
+            drawing.model.proj_out.weight.mul_(1.1)
+        return [*found, *several(drawing, handle)]
+
+    graphs = is_same(run)
+    assert graphs.eager["changed"] == 1 and graphs.replays > 5 * STEPS
 
 
 def test_no_room_for_lists_is_eager(monkeypatch):
