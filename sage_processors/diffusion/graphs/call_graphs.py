@@ -128,7 +128,7 @@ class CallGraphs:
             reason = obstacle(self.module, self._owner.device, is_block=self.is_block, parallel=parallel)
             if reason:
                 return reason
-            reason = self._owner.refusal_of(type(self.module), kind)
+            reason = self._owner.failures.reason(type(self.module), kind)
             if reason:
                 return self._refuse(kind, reason)
         if not self._owner.agrees(graph):

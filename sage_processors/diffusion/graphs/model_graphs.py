@@ -28,6 +28,7 @@ from .blocks import BlockCall, repeated_blocks
 from .call_graphs import CallGraphs, Graph
 from .capture import CaptureError, Captures, Recorded, tidy
 from .comparison import EVERY, Verdicts, expected_of, lists_of
+from .failures import Failures
 from .places import Places
 
 
@@ -59,7 +60,7 @@ class ModelGraphs:
         block_replays: number of blocks' calls from graphs, in `partly`.
         differing: number of graphs that were dropped, as a replay gave other bits than an eager call.
         block_eager: {reason: number of blocks' calls that ran eagerly}, in forwards that tried blocks.
-        lines: {class of the module: the line that made its capture fail}.
+        failures: captures that failed, with the lines of code that made them fail.
     """
 
     device_type = "cuda"  # the device type that `record` captures on
@@ -71,7 +72,7 @@ class ModelGraphs:
         self._thread = threading.local()
         self._captures: Captures | None = None
         self.places, self._masks = Places(), MaskCounts()
-        self._failures: dict[Any, str] = {}
+        self.failures = Failures(type(self.model))
         self._shape: Any = None  # kind of the running forward
         self._shapes: set[Any] = set()  # with graphs
         self._without_room: set[Any] = set()
@@ -79,7 +80,7 @@ class ModelGraphs:
         self._run, self._begun, self._is_first, self._is_tidy = 0, None, False, False
         self._step, self._call = object(), 0  # the running step, and the number of this forward in it
         self.replays = self.partly = self.block_replays = self.differing = 0
-        self.eager, self.block_eager, self.lines = Counter[str](), Counter[str](), dict[str, str]()
+        self.eager, self.block_eager = Counter[str](), Counter[str]()
 
     @property
     def device(self) -> torch.device:
@@ -110,7 +111,7 @@ class ModelGraphs:
         self.settle()  # comparisons under way hold their graphs
         self._leave_blocks()
         self.whole = CallGraphs(self, self.model, self.model._call_impl, WARM_UP)
-        self._failures.clear()
+        self.failures.forget()
         self._without_room.clear()
         self._masks.forget()
         self._let_go()
@@ -344,26 +345,11 @@ class ModelGraphs:
         else:
             self._let_go()
 
-    def refusal_of(self, kind_of_module: type, kind: tuple[Any, ...]) -> str:
-        """Return the reason for which an equal call of a module of this class can't be captured, or ""."""
-        if kind_of_module is type(self.model):
-            return self._failures.get(kind_of_module, "")
-        return self._failures.get((kind_of_module, kind), "")
-
     def note_failure(self, kind_of_module: type, kind: tuple[Any, ...], error: CaptureError) -> None:
-        """Log a failed capture, and remember it for the blocks of the same class."""
-        name = getattr(kind_of_module, "_sage_base", kind_of_module).__name__
+        """Remember and log a failed capture. One without memory drops all graphs."""
         if error.reason == "memory":
             self._let_go()
-        is_whole = kind_of_module is type(self.model)
-        if not (is_whole and error.reason == "memory"):  # a smaller picture may fit
-            self._failures[kind_of_module if is_whole else (kind_of_module, kind)] = error.reason
-        if name not in self.lines:
-            logger.warning(
-                "graphs: %s %s run eagerly from now on, as capturing one failed: %s%s",
-                "forwards of" if is_whole else "blocks of class", name, error, f" ({error.line})" * bool(error.line),
-            )  # fmt: skip
-        self.lines[name] = error.line or str(error)
+        self.failures.note(kind_of_module, kind, error)
 
     def prepare_capture(self) -> None:
         """Make memory available, once in a forward."""

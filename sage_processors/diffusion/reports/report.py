@@ -305,8 +305,9 @@ def _replayed(name: str, graphs: Any) -> str:
         text += _listed(", eager ones: ", graphs.block_eager)
     if graphs.differing:
         text += f"; {graphs.differing} graphs were dropped (differs)"
-    if graphs.lines:
-        text += f"; not captured: {', '.join(f'{module} at {line}' for module, line in sorted(graphs.lines.items()))}"
+    places = [f"{module} at {line}" for module, line in sorted(graphs.failures.lines.items())]
+    if places:
+        text += f"; not captured: {', '.join(places)}"
     return text + (f"; {graphs.memory / 2**30:.2f} GiB of memory." if graphs.memory else ".")
 
 

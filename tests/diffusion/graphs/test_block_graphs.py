@@ -67,7 +67,7 @@ def test_a_forward_that_waits_has_graphs_of_its_blocks(name):
         assert graphs.block_replays == 3 * len(graphs.blocks) > 0 and not graphs.differing
         assert (report.calls, report.linears.calls) == (expected.calls, expected.linears.calls)
         assert report.fallbacks == expected.fallbacks and report.linears.fallbacks == expected.linears.fallbacks
-        assert "cpu_graphs.py" in graphs.lines[type(model).__name__]  # where it waited
+        assert "cpu_graphs.py" in graphs.failures.lines[type(model).__name__]  # where it waited
         assert "not captured:" in str(report)
     assert not any("forward" in block.__dict__ for block in repeated_blocks(model))
 

@@ -68,7 +68,7 @@ def test_mochi_is_captured_and_replayed_with_the_same_bits(blocks, linears):
     wanted, found, graphs, recorder, report = both(mochi, [mask] * (WARM_UP + 4), blocks, **chosen)
     assert same(found, wanted) and not graphs.differing
     if blocks:
-        assert graphs.partly == 3 and graphs.block_replays == 6 and "proj_out" not in str(graphs.lines)
+        assert graphs.partly == 3 and graphs.block_replays == 6 and "proj_out" not in str(graphs.failures.lines)
     else:
         assert graphs.replays == 4 and graphs.eager == {"warm_up": WARM_UP} and recorder.captures == 1
     assert recorder.mode.refused == 0 and report.calls
