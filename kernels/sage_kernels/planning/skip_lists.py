@@ -174,7 +174,7 @@ class SkipLists:
 
     @property
     def kind_of_step(self) -> str:
-        """The kind of step that is running: "" without lists, "first_last", or "listed". Each takes other launches."""
+        """The kind of the running step: "" without lists, "first_last", or "listed"; each has its own launches."""
         if not self._is_followed:
             return ""
         return "first_last" if self._is_dense else "listed"
@@ -199,7 +199,7 @@ class SkipLists:
         return True
 
     def hold(self, captured: CapturedLists) -> bool:
-        """Return True if captured calls have the lists of later calls; keeps those again that a run had dropped.
+        """Return True if captured calls have the lists of later calls. Dropped ones are kept again.
 
         `clear` makes all lists void when it drops some, so what comes back is as good as new.
         """
@@ -229,16 +229,16 @@ class SkipLists:
             self.reasons[site][reason] = self.reasons[site].get(reason, 0) + calls
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return all that calls write to, for a copy from which `restore` can make it again."""
+        """Return all tensors that calls write to."""
         own = [x for lists in self._kept.values() for x in (lists.lists, lists.bound, lists.alarms, lists.clock)]
         return [*own, self.totals]
 
     def counts(self) -> tuple:
-        """Return what calls count on the host, for `restore`."""
+        """Return the counts of calls on the host, for `restore`."""
         return dict(self._calls), set(self._used), [dict(x) for x in self.reasons]
 
     def restore(self, counts: tuple) -> None:
-        """Set what calls count on the host to what `counts` returned."""
+        """Restore the counts of calls on the host. counts: from `counts`."""
         self._calls, self._used, self.reasons = dict(counts[0]), set(counts[1]), [dict(x) for x in counts[2]]
 
     def next_step(self) -> None:

@@ -1,4 +1,4 @@
-"""Captures that failed: remembered, so that equal calls are not tried again, and told to the user once."""
+"""Captures that failed: equal calls are not tried again, and the user is told once."""
 
 from __future__ import annotations
 

@@ -329,7 +329,7 @@ class ModelGraphs:
         return self._handle.steps.precision, torch.is_inference_mode_enabled(), autocast, plan, listed
 
     def mask_counts(self, tensors: Iterator[torch.Tensor]) -> Counts:
-        """Return the numbers of valid tokens of a call's masks; () unless an attention processor asks for them."""
+        """Return the numbers of valid tokens of a call's masks; () if no processor asks for them."""
         asks = any(layer.sage._sage_binding.reads_masks for layer in self.denoiser.layers)
         return self._masks.of(tensors) if asks else ()
 

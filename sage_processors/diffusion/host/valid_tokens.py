@@ -1,4 +1,4 @@
-"""Indices of the valid tokens of a mask, found without waiting for the GPU where their numbers are known.
+"""Indices of a mask's valid tokens, without a wait for the GPU if their number is known.
 
 Mochi's attention processor asks torch.nonzero which tokens of a text are valid. The size of the answer depends on
 values on the GPU, so the host waits for them in each layer, and no CUDA graph can hold such a call. With the numbers
@@ -63,7 +63,7 @@ def _place(row: torch.Tensor) -> tuple[Any, ...]:
 def run_with_known_rows(
     run: Callable[[], Any], masks: Sequence[tuple[torch.Tensor, tuple[int, ...]]]
 ) -> Callable[[], Any]:
-    """Return a function that calls `run` while the processors in it know these masks. masks: as for KnownRows."""
+    """Return a function that calls `run` with these masks known to its processors. masks: as for KnownRows."""
 
     def with_rows() -> Any:
         outer, _known.rows = _known.rows, KnownRows(masks)
@@ -76,7 +76,7 @@ def run_with_known_rows(
 
 
 def nonzero(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Replace torch.nonzero inside a Sage class. Runs torch's own, which waits, unless the rows of x are known."""
+    """Replace torch.nonzero inside a Sage class; torch's own runs, and waits, if x is not known."""
     if torch.compiler.is_compiling():
         return torch.nonzero(x, *args, **kwargs)
     is_usual = not args and kwargs in ({}, {"as_tuple": False}) and torch.nonzero is _nonzero
@@ -95,7 +95,10 @@ class MaskCounts:
         self._read: list[tuple[torch.Tensor, int, tuple[int, ...]]] = []
 
     def of(self, tensors: Iterator[torch.Tensor]) -> Counts:
-        """Return the numbers of the masks among a call's tensors: those with two dimensions and integers or bools."""
+        """Return the counts of the masks among a call's tensors.
+
+        A mask has two dimensions, and integers or bools.
+        """
         found = ((place, x) for place, x in enumerate(tensors) if x.dim() == 2 and _is_mask(x))
         return tuple((place, self._count(x)) for place, x in found)
 

@@ -32,7 +32,7 @@ def _eps_of(module, dtype: torch.dtype) -> float | None:
 
 
 def norm_width(module) -> int | None:
-    """Return the number of features that a norm module normalises, or ANY_WIDTH; None for any other module."""
+    """Return the number of features a norm module normalises, or ANY_WIDTH; None for other modules."""
     weight = module._parameters.get("weight")
     if weight is not None:
         return len(weight) if weight.dim() == 1 else None
