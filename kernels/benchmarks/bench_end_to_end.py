@@ -8,6 +8,7 @@
     python kernels/benchmarks/bench_end_to_end.py --case flux_1024 --called captured --together 4
     python kernels/benchmarks/bench_end_to_end.py --case flux_1024 --linears int8
     python kernels/benchmarks/bench_end_to_end.py --case wan21_1_3b_480p81 --skip 50 --recipe qk_int8_pv_fp8
+    … --skip 50 --compensate --linears int8 --called captured             # with everything that "fast" has
 
 Models have random weights and true shapes. The wall time of a whole forward is measured, with a sync at its end.
 Providers of a case run one after the other in one process, cuDNN first and last, since a GPU that has been busy is
@@ -119,7 +120,7 @@ class Bench:
 
     def __init__(
         self, case: ModelCase, model, device, dtype, *, recipe, min_tokens, reps, called="eager", linears="none",
-        min_features=None, skip=0, rounds=1, together=1, rivals=None,
+        min_features=None, skip=0, compensates=False, rounds=1, together=1, rivals=None,
     ):  # fmt: skip
         self.case, self.model, self.device, self.dtype = case, model, device, dtype
         self.recipe, self.min_tokens, self.reps, self.called = recipe, min_tokens, reps, called
@@ -129,7 +130,7 @@ class Bench:
         if skip:
             sizes = case.attention()
             self.shape = Shape(*(sizes[name] for name in ("batch", "heads", "seq_q", "seq_kv", "head_dim")))
-            self.lists = random_lists(self.shape, skip / 100, recipe, device)
+            self.lists = random_lists(self.shape, skip / 100, recipe, device, compensates)
         self.int8_calls = None  # attention and linear calls in 8 bit, once ours has run
         self.redone = None  # largest share of a layer's query tiles computed again, once ours has run
 
@@ -384,7 +385,8 @@ def main(arguments=None) -> int:
         bench = Bench(
             case, model, device, torch.bfloat16, recipe=options.recipe, min_tokens=options.min_tokens,
             reps=options.reps or case.reps, called=options.called, linears=options.linears,
-            min_features=options.min_features, skip=options.skip, rounds=options.rounds, together=options.together,
+            min_features=options.min_features, skip=options.skip, compensates=options.compensate,
+            rounds=options.rounds, together=options.together,
             rivals=rivals,
         )  # fmt: skip
         failures += run_case(bench, csv)

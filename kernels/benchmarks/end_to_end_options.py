@@ -32,6 +32,7 @@ def parse(about: str, arguments=None) -> argparse.Namespace:
     parser.add_argument("--min-features", type=int, help="of our options: short linear calls run in 8 bit; named so")
     parser.add_argument("--called", choices=CALLED, default="eager", help="denoisers only; the case's name says so")
     parser.add_argument("--skip", type=int, default=0, help="percent of the key tiles; denoisers only; named so")
+    parser.add_argument("--compensate", action="store_true", help="for what --skip leaves out; named so")
     parser.add_argument("--tiny", action="store_true", help="tiny models of the same classes; needs --csv to save")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--csv", type=Path, help="where rows go; results.csv by default")
@@ -44,6 +45,8 @@ def parse(about: str, arguments=None) -> argparse.Namespace:
     for name in ("rounds", "together"):
         if getattr(options, name) < 1:
             parser.error(f"--{name} {getattr(options, name)}: expected 1 or more")
+    if options.compensate and not options.skip:
+        parser.error("--compensate: needs --skip")
     if not 0 <= options.skip < 100:
         parser.error(f"--skip {options.skip}: expected a percentage from 0 to 99")
     return options
@@ -55,7 +58,8 @@ def chosen_cases(options: argparse.Namespace) -> list[ModelCase]:
     if options.called != "eager":
         cases = [case.renamed(options.called) for case in cases if case.is_denoiser]
     if options.skip:
-        cases = [case.renamed(f"skip{options.skip}") for case in cases if case.is_denoiser]
+        name = f"skip{options.skip}{'/compensated' * options.compensate}"
+        cases = [case.renamed(name) for case in cases if case.is_denoiser]
     if options.together > 1:
         cases = [case.renamed(f"together{options.together}") for case in cases if case.is_denoiser]
     if options.layers is not None:

@@ -174,7 +174,7 @@ class SkipLists:
 
     @property
     def kind_of_step(self) -> str:
-        """The kind of the running step: "" without lists, "first_last", or "listed"; each has its own launches."""
+        """The kind of the running step: "" without lists, "first_last", or "listed"."""
         if not self._is_followed:
             return ""
         return "first_last" if self._is_dense else "listed"

@@ -63,7 +63,7 @@ def _place(row: torch.Tensor) -> tuple[Any, ...]:
 def run_with_known_rows(
     run: Callable[[], Any], masks: Sequence[tuple[torch.Tensor, tuple[int, ...]]]
 ) -> Callable[[], Any]:
-    """Return a function that calls `run` with these masks known to its processors. masks: as for KnownRows."""
+    """Return `run` as a function whose processors know these masks. masks: as for KnownRows."""
 
     def with_rows() -> Any:
         outer, _known.rows = _known.rows, KnownRows(masks)
