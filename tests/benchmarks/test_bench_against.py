@@ -68,21 +68,6 @@ def test_a_version_that_is_wrong_fails_before_it_is_timed(bench, checkout, tmp_p
     assert len(failures) == 1
 
 
-def test_what_is_no_checkout_or_no_commit_is_named(bench, tmp_path):
-    with pytest.raises(ValueError, match="expected a checkout of this repository"):
-        bench.load("old", tmp_path, tmp_path / "copies")
-    with pytest.raises(ValueError, match="no_such_commit"):
-        bench.unpack("no_such_commit", tmp_path)
-
-
-def test_a_commit_is_unpacked_from_git(bench, tmp_path):
-    if not (ROOT / ".git").exists():
-        pytest.skip("not a git checkout")
-    folder = bench.unpack("HEAD", tmp_path)
-    assert (folder / "kernels" / "sage_kernels" / "__init__.py").is_file()
-    assert (folder / "sage_processors" / "__init__.py").is_file()
-
-
 def test_the_ratio_is_of_the_same_turn(bench, monkeypatch, tmp_path):
     """The median of ratios 1.5, 0.9 and 0.975, not the ratio of medians, 0.9: a GPU slows down from turn to turn."""
     case = bench.Case("small", 1, 100, 100, 1, 1, 32)

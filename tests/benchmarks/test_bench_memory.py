@@ -19,12 +19,3 @@ def test_weights_that_were_dropped_are_gone(bench, linears, tmp_path):
     assert {row["case"] for row in (stock, ours)} == {"flux_1024/tiny/dropped"}
     assert {row["metric"] for row in (stock, ours)} == {"weights_memory"} and ours["recipe"].endswith(linears)
     assert 0 < float(ours["rel_l2_error"]) < 0.1
-
-
-def test_bytes_are_counted_once(bench):
-    import torch
-
-    model = torch.nn.Linear(256, 1024, bias=False)
-    tied = torch.nn.Sequential(model, torch.nn.Linear(256, 1024, bias=False))
-    tied[1].weight = model.weight
-    assert bench.weights_gib(model) == bench.weights_gib(tied) == 2**-10

@@ -56,21 +56,6 @@ def test_a_computed_picture_says_so_and_wrong_latents_have_no_row(bench, tmp_pat
     assert {row["case"] for row in rows} == {f"{NAME}/tiny/computed{part}" for part in ("", "/step", "/rest")}
 
 
-def test_a_model_that_does_not_fit_ends_nothing_else(bench, tmp_path, monkeypatch, capsys):
-    run_case = bench.run_case
-
-    def failing(name, *args):
-        if name == "sdxl_1024":
-            raise torch.OutOfMemoryError("no room\nmore")
-        return run_case(name, *args)
-
-    monkeypatch.setattr(bench, "run_case", failing)
-    words = [*TINY[:3], "--case", "sdxl_1024", *TINY[3:], "--ways", "default", "--csv", str(tmp_path / "rows.csv")]
-    assert bench.main(words) == 1
-    assert "FAILED sdxl_1024: OutOfMemoryError: no room\n" in capsys.readouterr().out
-    assert {row["case"].partition("/")[0] for row in read_rows(tmp_path / "rows.csv")} == {NAME}
-
-
 @pytest.mark.parametrize("name", ["flux_1024", "sdxl_1024", "qwen_image_1328", "wan_14b_480p81"])
 @pytest.mark.slow("each model takes many seconds")
 def test_every_model_draws_with_another_attention_and_with_ours(bench, sageattention, name, capsys):
@@ -79,18 +64,6 @@ def test_every_model_draws_with_another_attention_and_with_ours(bench, sageatten
     printed = capsys.readouterr().out
     assert sageattention and all(f"{name}/tiny" in line for line in printed.splitlines() if "later" in line)
     assert printed.count("later") == 3 and "flash_attn_4: not installed here" in printed
-
-
-def test_cudnn_is_preferred_where_it_has_a_kernel(bench):
-    """A VAE's heads of 512 channels have none there, and all other back ends stay allowed."""
-    from ways import cudnn_first
-
-    before = torch._C._get_sdp_priority_order()
-    with cudnn_first():
-        order = torch._C._get_sdp_priority_order()
-        assert order[0] == int(torch.nn.attention.SDPBackend.CUDNN_ATTENTION) and set(order) >= set(before) - {4}
-        assert torch.backends.cuda.mem_efficient_sdp_enabled() and torch.backends.cuda.math_sdp_enabled()
-    assert torch._C._get_sdp_priority_order() == before
 
 
 def test_text_is_what_the_published_encoders_make(bench):
