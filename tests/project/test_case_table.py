@@ -10,7 +10,6 @@ import subprocess
 import pytest
 
 from sage_kernels.results import SOURCES, append_row, commit, kernel_sources, outcome_meta, read_rows
-from tests.project import case_table, compatibility_table
 from tests.project.case_table import (
     GROUPS,
     PAGE,
@@ -30,28 +29,6 @@ def names_of_tests() -> list[str]:
     trees = [ast.parse(file.read_text(encoding="utf-8")) for file in sorted(TESTS.rglob("test_*.py"))]
     nodes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
     return [node.name for node in nodes if node.name.startswith("test_")]
-
-
-@pytest.mark.parametrize(
-    ("name", "ids"),
-    [
-        ("test_V01_nan", ["V01"]),
-        ("test_attention.py::test_M03_M04_zero_V05[cuda-M06]", ["M03", "M04"]),
-        ("test_x.py::TestIt::test_Q01", ["Q01"]),
-        ("test_nan_V01", []),
-        ("test_V1_x", []),
-        ("test_V011_x", []),
-        ("fixture_V01", []),
-    ],
-)
-def test_ids_are_read_from_the_start_of_a_name(name, ids):
-    assert case_ids(name) == ids
-
-
-def test_the_worst_outcome_of_a_cases_tests_counts():
-    tests = {"a.py::test_V01_x[1]": "passed", "a.py::test_V01_x[2]": "failed", "a.py::test_V01_V02_y": "skipped"}
-    assert worst_by_case(tests | {"a.py::test_z": "failed"}) == {"V01": "failed", "V02": "skipped"}
-    assert worst_by_case({"a.py::test_V01_x": "passed"}) == {"V01": "passed"}
 
 
 def test_the_list_of_cases_is_well_formed():
@@ -83,26 +60,6 @@ def test_the_committed_page_is_what_the_generator_makes():
     assert PAGE.read_text(encoding="utf-8") == page(cases(), read_outcomes()), "run `make cases`"
 
 
-def test_the_cpu_column_stays_where_nothing_was_run(tmp_path, monkeypatch):
-    outcome_file(tmp_path, "cpu", kernel_sources="these")
-    text = page(cases(), read_outcomes(tmp_path, "these"))
-    monkeypatch.setattr(case_table, "PAGE", tmp_path / "CASES.md")
-    (tmp_path / "CASES.md").write_text(text)
-    (tmp_path / "cpu.json").unlink()
-    assert page(cases(), read_outcomes(tmp_path, "these")) == text and "kernels these," in text
-    again = read_outcomes(tmp_path, "others")["CPU"]
-    assert again["cases"] == {"V01": "passed, of other sources"} and again["where"][0].endswith(", of other sources")
-
-
-def test_a_run_that_was_stopped_is_named_so(tmp_path):
-    meta = {"gpu": "a GPU", "torch": "2", "triton": "3", "date": "today", "commit": "abc"}
-    for name, finished in (("gpu", False), ("two_gpus", True)):
-        content = {"meta": meta | {"finished": finished}, "cases": {}}
-        (tmp_path / f"{name}.json").write_text(json.dumps(content), encoding="utf-8")
-    stopped, whole = read_outcomes(tmp_path)["GPU"]["where"]
-    assert "(gpu.json), stopped before its end" in stopped and "stopped" not in whole
-
-
 def outcome_file(folder, name: str, outcome: str = "passed", **meta) -> None:
     about = {"gpu": "a GPU", "torch": "2", "triton": "3", "date": "today", "commit": "abc+dirty"}
     (folder / f"{name}.json").write_text(json.dumps({"meta": about | meta, "cases": {"V01": outcome}}))
@@ -119,13 +76,6 @@ def test_Q34_outcomes_of_other_sources_are_marked(tmp_path):
     assert "on commit abc+dirty (gpu.json), of other sources" in page(cases(), found)
     outcome_file(tmp_path, "gpu")  # of a time when none was recorded
     assert read_outcomes(tmp_path, sources="these")["GPU"]["other"] == ["gpu.json"]
-
-
-def test_what_one_run_skipped_another_may_have_shown(tmp_path):
-    """On one GPU the tests of two are skipped; they were run elsewhere, if with other sources."""
-    outcome_file(tmp_path, "gpu", "skipped", kernel_sources="these")
-    outcome_file(tmp_path, "two_gpus", kernel_sources="others")
-    assert read_outcomes(tmp_path, "these")["GPU"]["cases"] == {"V01": "passed, of other sources"}
 
 
 def test_Q34_an_edited_kernel_makes_its_outcomes_those_of_other_sources(tmp_path):
@@ -163,23 +113,6 @@ def test_Q34_an_edited_kernel_makes_its_outcomes_those_of_other_sources(tmp_path
 def test_Q34_sources_that_are_edited_during_a_run_are_nobodys():
     assert outcome_meta(kernel_sources())["kernel_sources"] == kernel_sources()
     assert outcome_meta("before")["kernel_sources"] == "edited during the run"
-
-
-def test_Q34_make_cases_says_which_outcomes_are_of_other_sources(tmp_path, monkeypatch, capsys):
-    (tmp_path / "outcomes").mkdir()
-    outcome_file(tmp_path / "outcomes", "cpu", **outcome_meta(kernel_sources()))
-    for name in ("gpu", "two_gpus", "sanitizer"):
-        outcome_file(tmp_path / "outcomes", name, kernel_sources="others")
-    found = read_outcomes(tmp_path / "outcomes")
-    monkeypatch.setattr(case_table, "PAGE", tmp_path / "CASES.md")
-    monkeypatch.setattr(compatibility_table, "PAGE", tmp_path / "compatibility.md")
-    monkeypatch.setattr(case_table, "read_outcomes", lambda: found)
-    case_table.main()
-    printed = capsys.readouterr().out
-    assert (tmp_path / "CASES.md").read_text(encoding="utf-8") == page(cases(), found)
-    assert (tmp_path / "compatibility.md").read_text(encoding="utf-8") == compatibility_table.page(cases(), found)
-    assert "tests/outcomes/gpu.json: of other sources; renew it with `make test-gpu`" in printed
-    assert "two_gpus.json: of other" in printed and "sanitizer.json: of other" in printed and "cpu.json" not in printed
 
 
 @pytest.fixture
@@ -247,18 +180,6 @@ def test_Q35_a_copy_without_a_repository_is_told_its_commit(checkout, tmp_path, 
     append_row(tmp_path / "r.csv", suite="decode", case="c", provider="p", metric="time", unit="ms", median=1)
     assert [row["commit"] for row in read_rows(tmp_path / "r.csv")] == ["abc1234+dirty"]
     assert outcome_meta("x")["dirty"] is True
-
-
-def test_the_page_shows_every_case_with_its_outcomes():
-    outcomes = {
-        "CPU": {"where": ["a CPU"], "cases": {"V01": "passed", "Q01": "failed"}},
-        "GPU": {"where": [], "cases": {"V01": "skipped"}},
-    }
-    text = page(cases(), outcomes)
-    assert all(text.count(f"\n| {row['id']} | ") == 1 for row in cases())
-    line = {line.split(" | ")[0]: line.split(" | ") for line in text.splitlines() if line.startswith("| ")}
-    assert line["| V01"][-3:-1] == ["passed", "skipped"] and line["| Q01"][-3:-1] == ["failed", "–"]
-    assert "- CPU: a CPU" in text and "- GPU: not tried yet" in text
 
 
 @pytest.mark.parametrize("file", sorted((TESTS / "outcomes").glob("*.json")), ids=lambda file: file.stem)

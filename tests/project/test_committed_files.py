@@ -1,4 +1,4 @@
-"""The repository holds to what its pre-commit hooks ask, and the hook sees what is wrong."""
+"""The repository holds to what its pre-commit hooks ask."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from tests.project.committed_files import MAX_BYTES, problems
+from tests.project.committed_files import problems
 from tests.support.repository import ROOT
 
 
@@ -21,23 +21,6 @@ def tracked() -> list[str]:
 def test_every_committed_file_is_in_order():
     wrong = {name: found for name in tracked() if (found := problems(name, (ROOT / name).read_bytes()))}
     assert not wrong
-
-
-@pytest.mark.parametrize(
-    "content, said",
-    [
-        (b"a", "no newline at its end"),
-        (b"a\n\n", "empty lines at its end"),
-        (b"a\r\n", "carriage returns"),
-        (b"a\nb \n", "spaces at the end of line 2"),
-        (b"a\n" + b"<" * 7 + b" HEAD\n", "a mark of a merge in line 2"),
-        (b"a\n" + b"=" * 7 + b"\n", "a mark of a merge in line 2"),
-        (bytes(MAX_BYTES + 1), f"{MAX_BYTES + 1} bytes, more than {MAX_BYTES}"),
-    ],
-)
-def test_the_hook_says_what_is_wrong(content, said):
-    assert problems("README.md", content) == [said]
-    assert not problems("README.md", b"a\n") and not problems("a.png", b"\x89PNG\0 \r\n")
 
 
 def test_hooks_run_commands_of_this_checkout():

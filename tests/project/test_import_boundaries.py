@@ -44,14 +44,6 @@ def imported(folder_files, *names: str, only_at_import=False) -> list[str]:
     ]
 
 
-def test_imports_finds_every_form(tmp_path):
-    file = ROOT / "kernels" / "sage_kernels" / "_triton" / "attention" / "kernel.py"
-    found = imports(file)
-    assert ("triton", True) in found and any(m.startswith("sage_kernels._triton.") for m, _ in found)
-    lazy = imports(ROOT / "kernels" / "sage_kernels" / "ops" / "attention.py")
-    assert any(module.startswith("sage_kernels._triton") and not at_import for module, at_import in lazy)
-
-
 def test_kernels_know_nothing_of_hugging_face():
     above = ("sage_processors", "examples", "tests", "rich", "typer", "torchmetrics", *HUGGING_FACE)
     assert imported(files("kernels/sage_kernels"), *above) == []

@@ -1,4 +1,4 @@
-"""--outcomes FILE: every test of a run with what it came to, whoever ran it and however the run ended."""
+"""--outcomes FILE: every test of a run with what it came to."""
 
 from __future__ import annotations
 
@@ -34,20 +34,6 @@ def run(pytester):
     return run
 
 
-@pytest.mark.slow("pytest runs twice")
-def test_outcomes_of_a_stopped_run_say_so(run):
-    source = """
-        import pytest
-
-        def test_a(): pass
-        def test_b(): {}
-        def test_c(): pass
-        """
-    assert run(source.format("assert False"))[1]["meta"]["finished"]
-    _, stopped = run(source.format("raise KeyboardInterrupt"))
-    assert not stopped["meta"]["finished"] and len(stopped["tests"]) == 1
-
-
 def test_outcomes_of_a_run_are_written(run):
     _, content = run(
         """
@@ -76,14 +62,6 @@ THREE = """
     def test_V02_b(): os._exit(1)
     def test_V03_c(): pass
     """
-
-
-@pytest.mark.slow("starts workers")
-def test_a_test_whose_worker_died_failed_and_the_others_ran(run):
-    pytest.importorskip("xdist")
-    done, content = run(THREE, "-n", "2", "-p", "xdist")
-    assert done.ret == pytest.ExitCode.TESTS_FAILED
-    assert content["meta"]["finished"] and content["cases"] == {"V01": "passed", "V02": "failed", "V03": "passed"}
 
 
 def test_a_test_that_nobody_reports_on_fails_the_run(run, pytester):

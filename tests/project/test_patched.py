@@ -122,32 +122,9 @@ def test_functions_of_modules_are_watched(library):
     assert watch.changed() and watch.names() == ["a_library.plain"]
 
 
-def test_several_functions_and_methods_share_a_watch(library):
-    watch = Watch([library.plain])
-    watch.function(library.uses)
-    watch.attribute(library.Base, "forward")
-    watch.attribute(nn.Linear, "forward")
-    assert not watch.changed()
-    library.Base.forward, library.helper = _other, _other
-    assert watch.names() == ["a_library.helper", "a_library.Base.forward"]
-
-
 def test_helpers_are_functions_of_the_module_that_are_used_by_name(library):
     assert with_helpers(library.outer) == [library.outer, library.uses, library.helper]
     assert with_helpers(library.plain) == [library.plain]
-
-
-def test_functions_on_the_watch_are_those_in_python(library):
-    watch = Watch([library.uses], [(library.Base, "forward")])
-    assert set(watch.functions()) == {library.helper, F.relu, F.silu, library.Base.forward}
-
-
-def test_values_may_be_those_of_a_copy_of_the_globals(library):
-    """Made a moment ago: what was replaced since shows."""
-    seen, watch = dict(vars(library)), Watch()
-    library.helper = _other
-    watch.function(library.uses, seen)
-    assert watch.names() == ["a_library.helper"]
 
 
 def test_asking_takes_microseconds():

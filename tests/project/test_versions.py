@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 
-import pytest
-
 from tests.project import versions
 
 
@@ -29,16 +27,3 @@ def test_private_names_are_only_promised_for_versions_that_were_tried():
     for requirement, pin in list(zip(versions.requirements(), versions.newest(), strict=True))[:2]:
         major, minor, *_ = numbers(pin.partition("==")[2])
         assert requirement.endswith(f"<{major}.{minor + 1}"), requirement
-
-
-def test_a_version_is_put_in_place_of_another():
-    assert versions.replaced(["torch==2.10", "triton==3.6"], ["torch==2.13.0"]) == ["torch==2.13.0", "triton==3.6"]
-
-
-def test_what_fails_is_said(monkeypatch, capsys):
-    monkeypatch.setattr(versions, "resolve", lambda pins: "ResolutionImpossible" if "torch==2.10" in pins else None)
-    assert versions.main(["--resolve"]) == 1
-    printed = capsys.readouterr().out
-    assert "FAILED lowest: ResolutionImpossible" in printed and "newest: resolved" in printed
-    with pytest.raises(SystemExit):
-        versions.main(["oldest"])

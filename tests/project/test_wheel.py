@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import subprocess
@@ -17,7 +16,6 @@ from tests.support.repository import ROOT, files, fresh
 
 
 MAX_BYTES = 6_000_000
-DATA = ("tiny_classifier", "tiny_flux", "tiny_lm", "tiny_sd", "tiny_wan")  # in sage-processors-demo
 
 
 def built(folder: Path, *names: str) -> Path:
@@ -42,15 +40,6 @@ def wheel(tmp_path_factory):
     return built(tmp_path_factory.mktemp("wheel"), *names)
 
 
-@pytest.fixture(scope="module")
-def demo_wheel(tmp_path_factory):
-    return built(tmp_path_factory.mktemp("demo"), "demo/pyproject.toml", "demo/README.md", "demo/sage_processors_demo")
-
-
-def data_files(folder: Path) -> set[Path]:
-    return {f for f in folder.rglob("*") if f.is_file() and f.suffix not in (".py", ".pyc")}
-
-
 def test_wheel_holds_both_packages_typed_with_compiled_kernels(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     sources = {str(f.relative_to(ROOT)) for f in files("sage_processors")}
@@ -73,45 +62,9 @@ def test_wheel_stays_below_6_megabytes(wheel):
     assert 0.9 * wheel.stat().st_size <= sum(map(len, parts)) <= MAX_BYTES
 
 
-@pytest.mark.slow("builds a second wheel")
-def test_the_other_models_are_a_wheel_of_their_own(wheel, demo_wheel):
-    names = set(zipfile.ZipFile(demo_wheel).namelist())
-    home = ROOT / "demo"
-    for name in DATA:
-        found = {str(f.relative_to(home)) for f in data_files(home / "sage_processors_demo" / name)}
-        assert found and found - names == set()
-    assert not {name for name in zipfile.ZipFile(wheel).namelist() if any(f"/{folder}/" in name for folder in DATA)}
-
-
 def test_all_packages_of_this_repository_have_one_version():
     projects = [ROOT / folder / "pyproject.toml" for folder in ("", "demo")]
     assert len({re.search(r'^version = "(.*)"', path.read_text(), re.M)[1] for path in projects}) == 1
-
-
-@pytest.mark.slow("a process of its own")
-def test_wheel_runs_outside_of_the_checkout(wheel, demo_wheel, tmp_path):
-    site = tmp_path / "site"
-    zipfile.ZipFile(wheel).extractall(site)
-    code = f"""
-        import importlib, zipfile
-        import sage_processors as sp, sage_kernels
-        print(sp.__file__, sage_kernels.__file__, *sp.pipelines.names(), sep="\\n")
-        try:
-            sp.pipelines.path("tiny_flux")
-        except ImportError as error:
-            print(error)
-        zipfile.ZipFile({str(demo_wheel)!r}).extractall({str(site)!r})
-        importlib.invalidate_caches()
-        from sage_processors.evaluation import feature_distance, language
-        print(sp.pipelines.path("tiny_flux"), language.locate("tiny_lm"), sp.pipelines.path("tiny_sd"), sep="\\n")
-        print(sorted(feature_distance.classifier_metrics())[0])
-        """
-    *places, metric = fresh(code, path=(site,), cwd=tmp_path).splitlines()
-    missing = places.pop(2)
-    assert len(places) == 5 and all(place.startswith(str(site)) for place in places), places
-    assert missing.startswith("tiny_flux is in another package, sage-processors-demo: pip install ./demo in")
-    record = json.loads((site / "sage_processors_demo" / "tiny_classifier" / "metrics.json").read_text())
-    assert metric == sorted(record)[0]
 
 
 @pytest.mark.slow("starts two commands of a wheel")

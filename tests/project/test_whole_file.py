@@ -202,34 +202,6 @@ def test_Q32_a_read_only_folder_is_an_error_that_names_the_file(tmp_path):
     assert path.read_bytes() == b"new"
 
 
-def test_permissions_are_those_of_any_new_file(tmp_path):
-    for umask, mode in ((0o027, 0o640), (0, 0o666)):
-        before = os.umask(umask)
-        try:
-            write_whole(tmp_path / "ours", b"")
-            (tmp_path / f"any{umask}").write_bytes(b"")
-        finally:
-            os.umask(before)
-        modes = [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("ours", f"any{umask}")]
-        assert modes == [mode, mode]
-
-
-@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs /proc")
-def test_nothing_stays_open(tmp_path):
-    before = len(os.listdir("/proc/self/fd"))
-    for _ in range(20):
-        write_whole(tmp_path / "file", b"x")
-        check_output(tmp_path / "file")
-    assert len(os.listdir("/proc/self/fd")) < before + 10
-
-
-def test_a_temporary_file_that_is_gone_hides_no_error(tmp_path):
-    with pytest.raises(ZeroDivisionError), whole_file(tmp_path / "file"):
-        next(tmp_path.iterdir()).unlink()
-        raise ZeroDivisionError
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_pipes_devices_and_folders_are_not_replaced(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "folder").mkdir()
@@ -249,35 +221,6 @@ def whole(content: bytes) -> bool:
 
 
 WRITE = "write_whole(path, bytes([ord('a') + number]) * 4096 * (number + 1))"
-
-
-def test_Q33_threads_that_save_at_once_never_mix(tmp_path):
-    """Threads share a process id."""
-    path, errors, stop = tmp_path / "file", [], threading.Event()
-    write_whole(path, b"a" * 4096)
-
-    def save(number):
-        try:
-            for _ in range(20):
-                write_whole(path, bytes([ord("a") + number]) * 4096 * (number + 1))
-        except BaseException as error:
-            errors.append(error)
-
-    def read():
-        while not stop.is_set():
-            if not whole(path.read_bytes()):
-                errors.append("half a file")
-
-    threads = [threading.Thread(target=save, args=(number,)) for number in range(6)]
-    reader = threading.Thread(target=read)
-    reader.start()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    stop.set()
-    reader.join()
-    assert errors == [] and [file.name for file in tmp_path.iterdir()] == ["file"] and whole(path.read_bytes())
 
 
 def test_Q33_processes_that_save_at_once_never_mix(tmp_path):
@@ -312,34 +255,6 @@ def test_Q33_rows_appended_at_once_are_all_there_under_one_header(tmp_path):
     for thread in threads:
         thread.join()
     assert sorted(int(row["case"]) for row in read_rows(path)) == list(range(12))
-
-
-def test_Q33_a_row_waits_for_who_is_writing(tmp_path):
-    fcntl = pytest.importorskip("fcntl")
-    path = tmp_path / "results.csv"
-    append_row(path, **ROW, case="first")
-    thread = threading.Thread(target=append_row, args=(path,), kwargs=ROW | {"case": "second"})
-    with path.open("ab") as other:
-        fcntl.flock(other, fcntl.LOCK_EX)
-        thread.start()
-        thread.join(0.5)
-        assert thread.is_alive() and len(read_rows(path)) == 1
-    thread.join(60)
-    assert [row["case"] for row in read_rows(path)] == ["first", "second"]
-
-
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"speed": 1}, r"unknown \['speed'\] and missing \[\]"),
-        ({"case": None}, r"unknown \[\] and missing \['case'\]"),
-        ({"suite": "x"}, "suite: got 'x'"),
-    ],
-)
-def test_rows_of_other_fields_are_refused(fields, words, tmp_path):
-    with pytest.raises(ValueError, match=words):
-        append_row(tmp_path / "results.csv", **ROW | {"case": "a"} | fields)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_Q31_a_row_that_does_not_fit_leaves_no_half(tmp_path):
