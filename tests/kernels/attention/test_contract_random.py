@@ -152,14 +152,6 @@ def test_random_calls_of_the_recipes_to_compare_with_match_the_reference(call, r
     check_recipe(call, recipe, attend)
 
 
-@pytest.mark.slow("three times as many")
-@pytest.mark.usefixtures("true_fp8")
-@STUDIED
-@random_calls(30)
-def test_many_random_calls_of_the_recipes_to_compare_with_match_the_reference(call, recipe, attend):
-    check_recipe(call, recipe, attend)
-
-
 def check_recipe(call, recipe, attend):
     inputs, options, planned, exponent = call
     options = options | {"recipe": recipe}

@@ -68,14 +68,6 @@ def test_v_is_stored_transposed_and_permuted_with_the_codes_of_the_reference(sha
     assert stored.isnan().sum() == (v if not hidden else v[:, :-9]).isfinite().logical_not().sum()
 
 
-def test_a_loud_channel_does_not_cost_the_quiet_ones_their_bits(fp8):
-    q, k, v = normal(1, 64, 256, 1, 1, 64)
-    v[..., 5] *= 1000
-    out, _ = fp8.check(q, k, v)
-    exact, _ = exact_attention(q, k, v)
-    assert relative_l2(out, exact, (0, 1, 2)).max() <= 1.5 * BAR  # per channel
-
-
 # --- the whole recipe ---
 
 

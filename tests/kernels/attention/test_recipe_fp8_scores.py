@@ -5,24 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sage_kernels import RECIPES, SCALINGS, new_skip_state, sage_attention
-from sage_kernels.planning.state import ScaleState, Site
+from sage_kernels import RECIPES, SCALINGS, sage_attention
 from sage_kernels.reference import ref_quantize
 from sage_kernels.testing import exact_attention, relative_l2
-from tests.kernels.attention.attention_cases import normal, running
+from tests.kernels.attention.attention_cases import normal
 
 
 pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning"), pytest.mark.usefixtures("true_fp8")]
 
-NAN = float("nan")
 FP8 = "qk_fp8_pv_fp8"
 BAR = 0.07  # relative L2 on N(0, 1): one rounding to e4m3 is off by 2.6 %, of Q, K, P and V
-
-
-@pytest.fixture
-def fp8(attend):
-    """`attend`, running this recipe."""
-    return running(attend, FP8)
 
 
 def test_codes_are_e4m3_of_the_int8_scale():
@@ -37,16 +29,6 @@ def test_codes_are_e4m3_of_the_int8_scale():
     assert (error <= x.abs() * 2.0**-4 + scale * 2.0**-10).all()
 
 
-def test_plans_follow_values_that_grow_and_count_them(fp8):
-    q, k, v = normal(1, 70, 200, 2, 2, 40)
-    state = ScaleState([Site("a", 2, 40)], device=fp8.device)
-    for step, factor in enumerate((1.0, 0.5, 2.0)):
-        out, _ = fp8.check(q, k * factor, v, state=state.head_state(0))
-        assert relative_l2(out, exact_attention(q, k * factor, v)[0]) <= 1.5 * BAR
-        state.advance(1 - step / 3, 1 - (step + 1) / 3)
-    assert state.summary()[0]["known"]
-
-
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_error_is_what_it_is_said_to_be(scaling):
     """A format with a floating point hardly minds a coarse scale; what it costs is its 4 bits."""
@@ -54,15 +36,6 @@ def test_error_is_what_it_is_said_to_be(scaling):
     exact, _ = exact_attention(q, k, v)
     error = relative_l2(sage_attention(q, k, v, recipe=FP8, scaling=scaling), exact)
     assert 0.04 <= error <= BAR
-
-
-def test_what_it_has_not_is_refused():
-    q, k, v = normal(1, 64, 64, 1, 1, 64)
-    state = ScaleState([Site("a", 1, 64)], device=torch.device("cpu")).head_state(0)
-    with pytest.raises(
-        NotImplementedError, match=f"skip: got lists with recipe '{FP8}', expected one with Q and K in"
-    ):
-        sage_attention(q, k, v, recipe=FP8, state=state, skip=new_skip_state(1, 1, 64, 64, 64, "cpu", recipe=FP8))
 
 
 @pytest.mark.parametrize("width", [64, 128, 256])

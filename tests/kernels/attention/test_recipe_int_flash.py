@@ -7,20 +7,17 @@ import torch
 
 import sage_kernels
 from sage_kernels import new_head_state, sage_attention
-from sage_kernels.facts.numerics import quantize_tensor_values
-from sage_kernels.reference import ref_attention
 from sage_kernels.testing import exact_attention, relative_l1, relative_l2
-from tests.kernels.attention.attention_cases import DTYPES, normal, stored_values
+from tests.kernels.attention.attention_cases import DTYPES, normal
 
 
 # the interpreter is numpy: it warns where a GPU returns inf
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
-NAN, INF = float("nan"), float("inf")
 HALF, FULL, FULL_FP32_SUM = "int_flash_half", "int_flash_full", "int_flash_full_fp32_sum"
 FULLS = (FULL, FULL_FP32_SUM)
 PLAIN = (HALF, *FULLS)
-HALF_BAR, FULL_BAR = 0.01, 0.06  # relative L1 on N(0, 1); that of the full one grows with the number of keys
+HALF_BAR = 0.01  # relative L1 on N(0, 1)
 
 
 def printed(q, k, v, block_k: int, sums_codes: bool) -> torch.Tensor:
@@ -28,7 +25,7 @@ def printed(q, k, v, block_k: int, sums_codes: bool) -> torch.Tensor:
     q_scale, k_scale = (x.abs().amax(1) / 127 for x in (q, k))
     v_scale = v.abs().amax() / 127
     q_8, k_8, v_8 = torch.round(q / q_scale[:, None]), torch.round(k / k_scale[:, None]), torch.round(v / v_scale)
-    top = torch.full((len(q),), -INF, dtype=q.dtype)
+    top = torch.full((len(q),), -torch.inf, dtype=q.dtype)
     total, out = torch.zeros_like(top), torch.zeros_like(q)
     for first in range(0, len(k), block_k):
         part = slice(first, first + block_k)
@@ -61,34 +58,6 @@ def test_it_is_the_algorithm_as_printed(recipe, flash):
     assert relative_l2(out, exact_attention(q, k, v)[0]) > 1e-2  # far from it: what is compared is the rounding
 
 
-@pytest.mark.parametrize("hidden", [False, True])
-@pytest.mark.parametrize("shape", [(1, 330, 2, 64), (1, 129, 1, 160)])
-def test_v_has_one_scale_a_head_and_no_center(shape, hidden, kernel_device):
-    seq, heads, head_dim = shape[1:]
-    options = {"scaling": "per_token", "smooth_k": False, "state": None}
-    v, seen, stored, numbers = stored_values(kernel_device, shape, hidden, "int8_tensor", 5.0, **options)
-    wanted, scale, center = quantize_tensor_values(v.transpose(1, 2).float(), seen, seen)
-    assert torch.equal(numbers[:, :, 0, :head_dim], scale[:, :, 0])
-    assert (scale == scale[..., :1]).all() and scale.unique().numel() == heads
-    first_sum = 2 + -(-stored.shape[3] // 128 // 4)
-    found = numbers[:, :, 1:first_sum, :head_dim].sum(2)
-    torch.testing.assert_close(found, center[:, :, 0], rtol=0, atol=0, equal_nan=True)
-    assert center.isnan().sum() == 2 and (center.nan_to_num() == 0).all()
-    assert torch.equal(stored[:, :, :head_dim, :seq], wanted.mT.to(torch.int8))
-    # P's codes are P: nothing is taken off but the number that makes bits of sums
-    assert (numbers[:, :, first_sum:] == -1.5 * 2**23).all()
-
-
-def test_the_sum_of_rounded_p_is_a_choice_of_its_own(flash):
-    """With all values alike, weights summed as they were rounded give just them; summed in fp32, not."""
-    q, k, v = normal(1, 64, 256, 1, 1, 64)
-    q, v = 3 * q, torch.ones_like(v)
-    (printed_out, printed_lse), (out, lse) = (flash(q, k, v, recipe=recipe) for recipe in FULLS)
-    exact = exact_attention(q, k, v)[1]
-    assert (printed_out - 1).abs().max() <= 1e-3 and (out - 1).abs().max() > 5e-3
-    assert (printed_lse - exact).abs().max() > 2 * (lse - exact).abs().max()
-
-
 @pytest.mark.parametrize("seq", [1024, pytest.param(16384, marks=pytest.mark.slow("16,384 keys on a CPU"))])
 def test_error_is_what_it_is_said_to_be_at_any_length(seq):
     """Half: 1 % at any length. Full: twice our own recipe's, and growing, since 127 levels are the row's largest's."""
@@ -113,12 +82,3 @@ def test_what_it_has_not_is_refused_with_what_has_it(recipe):
             call(q, k, v, recipe=recipe, smooth_k=True)
     with pytest.raises(NotImplementedError, match=f"state: got one with recipe '{recipe}', expected None.*qk_int8_pv"):
         sage_attention(q, k, v, recipe=recipe, state=new_head_state(1, 64, "cpu"))
-
-
-def test_by_default_k_is_taken_as_it_is():
-    q, k, v = normal(1, 64, 200, 1, 1, 64)
-    k = k + 5
-    for recipe in PLAIN:
-        out = sage_attention(q, k, v, recipe=recipe)
-        assert torch.equal(out, ref_attention(q, k, v, recipe=recipe, smooth_k=False)[0])
-        assert not torch.equal(out, ref_attention(q, k, v, recipe=recipe, smooth_k=True)[0])

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-import sage_kernels
 from sage_kernels import new_head_state, sage_attention
 from sage_kernels.facts.numerics import padded_head_dim, rotation_block
-from sage_kernels.facts.state import COUNT_CALLS, COUNT_DYNAMIC, shape_key
+from sage_kernels.facts.state import COUNT_CALLS, COUNT_DYNAMIC
 from sage_kernels.planning.state import ScaleState, Site
 from sage_kernels.reference import ref_rotate
 from sage_kernels.reference.quantize import ref_pre_balance
@@ -134,23 +133,7 @@ def test_rotated_head_dims_with_and_without_a_plan(attend, head_dim):
     assert state.summary()[1]["dynamic_calls"] == 1  # the second call had a plan
 
 
-def test_keys_that_nobody_sees_may_hold_anything(attend):
-    q, k, v = normal(1, 40, 70, 2, 2, 64)
-    mask = key_padding([50], 70)
-    clean, _ = attend(q, k, v, rotation="hadamard", attn_mask=mask)
-    k[:, 50:] = float("nan")
-    dirty, _ = attend(q, k, v, rotation="hadamard", attn_mask=mask)
-    assert torch.equal(clean, dirty)
-
-
 # --- plans ---
-
-
-def test_the_shape_key_tells_rotations_apart():
-    shapes = [(b, q, k) for b in (1, 2, 8) for q in (1, 77, 4096) for k in (1, 77, 4096)]
-    keys = [shape_key(*shape, rotation) for shape in shapes for rotation in sage_kernels.ROTATIONS]
-    assert len(set(keys)) == len(keys) and all(0 < key < 2**31 for key in keys)
-    assert shape_key(2, 3, 4) == shape_key(2, 3, 4, "none")
 
 
 def test_a_plan_never_serves_a_call_of_the_other_rotation(attend):

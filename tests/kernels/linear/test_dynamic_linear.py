@@ -64,23 +64,6 @@ def test_bits_of_two_calls(linears, name, format, dtype):
         assert got.isfinite().all() and got.dtype == options.get("dtype", dtype)
 
 
-@pytest.mark.parametrize("shape", [(64,), (0, 64), (2, 0, 64), (2, 3, 2, 64)])
-def test_every_rank_and_no_rows(linears, shape):
-    x, weight = normal(*shape).to(linears.device), weight_of({}, device=linears.device)
-    got = dynamic_linear(x, weight)
-    assert got.shape == (*shape[:-1], 32) and torch.equal(got, in_two_calls(x, weight, {}))
-
-
-def test_nan_and_inf_poison_their_row_alone(linears):
-    x, weight = normal(2, 9, 64).to(linears.device), weight_of({}, device=linears.device)
-    right = dynamic_linear(x, weight)
-    x[0, 3, 5], x[1, 2, 0] = torch.nan, torch.inf
-    got = dynamic_linear(x, weight)
-    assert got[0, 3].isnan().all() and got[1, 2].isnan().all()
-    got[0, 3], got[1, 2] = right[0, 3], right[1, 2]
-    assert torch.equal(got, right)
-
-
 X = normal(2, 9, 64)
 BAD = {
     "x": ({"x": X.int()}, TypeError, "x: got torch.int32"),

@@ -124,14 +124,6 @@ def test_reset_gives_the_first_run_again_bit_for_bit():
     assert all(torch.equal(a, b) for a, b in zip(first, run(), strict=True))
 
 
-def test_noise_levels_may_be_tensors():
-    by_float, by_tensor = two_head_state(), two_head_state()
-    step(by_float, 0, u=0.7, u_next=0.3)
-    step(by_tensor, 0, u=torch.tensor(0.7), u_next=torch.tensor(0.3))
-    assert by_float.bin == by_tensor.bin
-    assert torch.equal(by_float._table, by_tensor._table)
-
-
 def test_tensors_keep_their_identity_through_steps_and_resets():
     state = two_head_state()
     kept = state.head_state(0)
@@ -141,20 +133,6 @@ def test_tensors_keep_their_identity_through_steps_and_resets():
     assert [x.data_ptr() for x in state.head_state(0)] == pointers and all(
         a is b for a, b in zip(kept, state.head_state(0), strict=True)
     )
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"sites": []}, "sites"),
-        ({"margin": 0.0}, "margin"),
-        ({"margin": float("nan")}, "margin"),
-        ({"bins": 0}, "bins"),
-    ],
-)
-def test_bad_options(options, words):
-    with pytest.raises(ValueError, match=words):
-        ScaleState(**{"sites": [Site("a", 1, 8)], "device": "cpu", **options})
 
 
 def test_a_site_that_was_not_called_in_a_step_keeps_its_plan():
