@@ -213,7 +213,7 @@ def test_V33_a_window_that_is_replaced_has_its_balance_chosen_anew(kind):
 # --- a language model ---
 
 
-def planted(model, sign, seed=0):
+def planted(model, seed=0):
     """The same function: rows of k_proj times 2^3 … 2^9, those of q_proj divided by it; three to five pairs a head."""
     model, generator = copy.deepcopy(model), torch.Generator().manual_seed(seed)
     heads, dim = model.config.num_key_value_heads, model.config.head_dim
@@ -224,7 +224,7 @@ def planted(model, sign, seed=0):
             number = int(torch.randint(3, 6, (), generator=generator))
             pairs = torch.randperm(dim // 2, generator=generator)[:number]
             exponents = torch.randint(3, 10, (number,), generator=generator).float()
-            signs = torch.randint(0, 2, (number,), generator=generator) * 2.0 - 1 if sign == 0 else sign
+            signs = torch.randint(0, 2, (number,), generator=generator) * 2.0 - 1
             factors[h, pairs] = factors[h, pairs + dim // 2] = torch.exp2(exponents * signs)  # rotary pairs
         k.data.view(heads, dim, -1).mul_(factors[..., None])
         q.data.view(heads, -1, dim, q.shape[1]).div_(factors[:, None, :, None])
@@ -242,14 +242,14 @@ def text():
     return model, windows, language.perplexity(model, windows)
 
 
-@pytest.mark.slow("reads sixteen texts in eight ways")
+@pytest.mark.slow("reads sixteen texts in four ways")
 @pytest.mark.parametrize("capacity", [None, 200], ids=["growing", "static"])
-@pytest.mark.parametrize("outliers", ["none", "in keys", "in queries", "in both"])
+@pytest.mark.parametrize("outliers", ["none", "in both"])
 def test_V34_perplexity_with_planted_outliers_is_that_of_exact_attention(text, outliers, capacity):
     """Bar: 0.1 %. Single windows differ by up to 0.4 % either way, hence so many."""
     model, windows, stock = text
     if outliers != "none":
-        model = planted(model, {"in keys": 1, "in queries": -1, "in both": 0}[outliers])
+        model = planted(model)
         assert language.perplexity(model, windows).ratio(stock)[0] == pytest.approx(1, abs=1e-5)
     model.set_attn_implementation(CACHE_ONLY)
     got = language.perplexity(

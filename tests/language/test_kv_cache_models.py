@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 import transformers as tf
 from transformers import DynamicCache, EncoderDecoderCache
 
 import sage_processors as sp
-from sage_processors.language import kv_cache
 from tests.language.tiny_cache_models import cached, states
 from tests.support.tiny_language_models import MODELS
 
@@ -134,13 +131,6 @@ def test_C14_a_model_with_some_keys_is_not():
     # of the one layer with keys; what the others hold is theirs
     assert cache.bytes_per_token() == heads * (2 * dim + 4)
     assert cache.nbytes() == cache.layers[4].nbytes() > 6 * cache.bytes_per_token()
-
-
-def test_sizes_are_those_of_all_kinds_of_layers():
-    """Gemma 4: sliding and full layers differ in heads and head_dim."""
-    both = SimpleNamespace(num_key_value_heads=8, num_global_key_value_heads=2, head_dim=16, global_head_dim=32)
-    assert kv_cache._known_sizes(both) == ({8, 2}, {16, 32})
-    assert kv_cache._known_sizes(SimpleNamespace(num_key_value_heads=8, head_dim=None)) == ({8}, set())
 
 
 def test_C15_advice_for_another_batch_works():

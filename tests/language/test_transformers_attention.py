@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
-import sys
 
 import pytest
 import torch
@@ -19,9 +17,7 @@ from sage_kernels.testing import relative_l2
 from sage_processors.language import attention, names
 from sage_processors.language.masks import sage_mask
 from sage_processors.language.report import counted
-from sage_processors.patching.on_import import when_imported
 from tests.support.language_calls import ANY_LENGTH, STRICT, exact_op, forward, llama_attention, tiny
-from tests.support.repository import fresh
 from tests.support.tiny_language_models import MODELS, padded, tokens
 
 
@@ -57,12 +53,6 @@ def op_calls(monkeypatch):
 # being found
 
 
-@pytest.mark.slow("a process; the other order is quick")
-def test_our_module_may_come_first():
-    code = "import sage_processors.language.attention as ours\nprint(sorted(ours.register_transformers()))"
-    assert fresh(code).strip() == str(sorted(STANDARD))
-
-
 def test_a_transformers_we_can_not_serve_stays_importable(monkeypatch, caplog):
     def missing(name):
         raise ImportError(f"cannot import name 'sdpa_mask' for {name}")
@@ -71,27 +61,6 @@ def test_a_transformers_we_can_not_serve_stays_importable(monkeypatch, caplog):
     with caplog.at_level(logging.WARNING, "sage_processors"):
         sp._meet_transformers()
     assert "not available in this transformers" in caplog.text and "sdpa_mask" in caplog.text
-
-
-def test_what_waits_for_a_module_is_called_once_it_ran(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(tmp_path)
-    for name in ("sage_test_early", "sage_test_late"):
-        (tmp_path / f"{name}.py").write_text("finished = True\n")
-    calls = []
-
-    def callback():
-        calls.append([name for name in sys.modules if name.startswith("sage_test_")])
-
-    importlib.import_module("sage_test_early")
-    when_imported("sage_test_early", callback, ready="finished")
-    assert calls == [["sage_test_early"]]
-    waiting = list(sys.meta_path)
-    when_imported("sage_test_late", callback, ready="finished")
-    when_imported("sage_test_late", callback, ready="finished")
-    assert len(calls) == 1
-    late = importlib.import_module("sage_test_late")
-    assert calls[1:] == [["sage_test_early", "sage_test_late"]] and sys.meta_path == waiting
-    assert type(late.__loader__).__name__ == "SourceFileLoader"
 
 
 def test_M12_attention_and_mask_function_are_registered_together():
@@ -177,12 +146,6 @@ def test_an_empty_static_cache_is_cut_to_what_was_written(op_calls):
     assert relative_l2(torch.cat([first, rest], 1), stock) < 1e-5
 
 
-def test_padding_of_an_encoder_reaches_the_op_as_a_mask_of_keys(op_calls):
-    model, inputs = tiny("bert")
-    forward(model, padded(inputs, "right"))
-    assert all(call["attn_mask"].stride(2) == 0 and not call["causal"] for call in op_calls)
-
-
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
 def test_masks_of_the_user_are_used(dtype, op_calls):
     model, inputs = MODELS["llama"]()
@@ -196,15 +159,6 @@ def test_masks_of_the_user_are_used(dtype, op_calls):
     swapped = forward(model, inputs | {"attention_mask": mask})
     assert relative_l2(swapped, stock) < 1e-5
     assert all(call["attn_mask"] is mask for call in op_calls)
-
-
-def test_autocast_gives_the_op_its_dtype():
-    model, inputs, stock = tiny_and_stock()
-    with torch.autocast("cpu", torch.bfloat16):
-        out = forward(model, inputs)
-    report = sp.attention_report(model)
-    assert report.calls == 2 and not report.fallbacks
-    assert relative_l2(out, stock) < 0.05  # bf16 through two layers
 
 
 # what stays exact, and what is refused
@@ -286,15 +240,6 @@ def test_head_dims_of_no_kernel_are_exact(head_dim, value_dim, reason):
     out, _ = attend(module, query, key, value)
     plain, _ = sdpa_attention_forward(module, query, key, value, None)
     assert torch.equal(out, plain) and counted(module) == {reason: 1}
-
-
-def test_arguments_that_change_nothing_change_nothing():
-    attend, module, query, key, value = llama_attention()
-    plain, _ = attend(module, query, key, value)
-    positions = {"position_ids": torch.arange(9)[None], "num_items_in_batch": torch.tensor(3), "use_cache": True}
-    positions |= {"cache": transformers.DynamicCache(), "past_key_values": transformers.DynamicCache()}
-    out, _ = attend(module, query, key, value, **positions, some_new_option=None)
-    assert torch.equal(out, plain) and counted(module) == {"int8": 2}
 
 
 def test_a_paged_cache_is_refused():

@@ -116,12 +116,6 @@ def test_nothing_long_is_written_out():
     assert all(isinstance(x, BandMask) for x in (mask, chunk, empty))
 
 
-def test_padding_of_an_encoder_is_a_mask_of_keys():
-    arguments = {"mask_function": mu.bidirectional_mask_function, "allow_is_causal_skip": False}
-    mask = sage_mask(2, 9, 9, attention_mask=padding("right", 9), allow_is_bidirectional_skip=True, **arguments)
-    assert mask.shape == (2, 1, 9, 9) and mask.stride(2) == 0
-
-
 def test_a_mask_of_its_own_is_never_left_out():
     """A function that merely looks like a window is asked for every cell."""
 
@@ -225,39 +219,12 @@ def test_a_traced_mask_reads_no_values_and_hides_the_same(lengths, name):
     assert (made is None) == (left_out or (name == "causal" and lengths[:4] == (1, 1, 0, 0)))
 
 
-@pytest.mark.parametrize(("left", "right"), [(UNLIMITED, UNLIMITED), (UNLIMITED, 2), (2, UNLIMITED), (0, 0)])
-def test_a_band_without_a_bound_has_none(left, right):
-    mask = BandMask((1, 1, 4, 6), 1, left, right, torch.empty(0)).plain()
-    bounds = (9 if left == UNLIMITED else left, 9 if right == UNLIMITED else right)
-    assert mask[0, 0].tolist() == [[-bounds[0] <= k - (q + 1) <= bounds[1] for k in range(6)] for q in range(4)]
-
-
-@pytest.mark.parametrize("window", [8, 9, 10])
-def test_a_window_that_hides_nothing_is_none(window):
-    causal = {"mask_function": mu.sliding_window_causal_mask_function(window), "local_size": window}
-    made = sage_mask(1, 9, 9, **causal)
-    assert (made is None) == (window >= 9) and (made is None or (made.left, made.right) == (7, 0))
-    behind = sage_mask(1, 4, 9, q_offset=5, **causal)
-    assert (behind.left, behind.right) == ((7, 0) if window == 8 else (UNLIMITED, 0))
-    both = sage_mask(1, 9, 9, mask_function=mu.sliding_window_bidirectional_mask_function(window), local_size=window,
-                     allow_is_causal_skip=False, allow_is_bidirectional_skip=True)  # fmt: skip
-    assert both is None
-    near = sage_mask(1, 9, 9, mask_function=mu.sliding_window_bidirectional_mask_function(7), local_size=7,
-                     allow_is_causal_skip=False, allow_is_bidirectional_skip=True)  # fmt: skip
-    assert (near.left, near.right) == (7, 7)
-
-
 def test_padding_that_a_window_has_left_behind_needs_no_mask():
     window = {"mask_function": mu.sliding_window_causal_mask_function(4), "local_size": 4, "q_offset": 9}
     for hidden, band in ((5, True), (6, False)):  # row 9 sees keys from 6 on
         mask = torch.ones(2, 13, dtype=torch.bool)
         mask[0, hidden] = False
         assert isinstance(sage_mask(2, 4, 13, attention_mask=mask, **window), BandMask) == band
-
-
-def test_what_a_static_cache_has_not_filled_is_no_padding():
-    mask = sage_mask(2, 9, 16, attention_mask=torch.ones(2, 9, dtype=torch.bool))
-    assert isinstance(mask, BandMask) and (mask.offset, mask.left, mask.right) == (0, UNLIMITED, 0)
 
 
 @pytest.mark.filterwarnings("ignore")

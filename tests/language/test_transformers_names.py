@@ -110,15 +110,6 @@ def test_exact_calls_and_other_options_of_a_name_are_kept_apart():
     assert rows == [("active", "qk_int8_pv_int8", 0, {"short": 1}), ("earlier", "qk_int8_pv_bf16", 1, {})]
 
 
-def test_notes_are_of_what_is_set():
-    model, inputs = tiny()
-    forward(model, inputs)
-    model.train()
-    model.set_attn_implementation(MY_FP8)
-    remark = f"{language_report.REMEDIES['training']} (all 2 layers)"
-    assert sp.attention_report(model).remarks() == [remark]
-
-
 @pytest.mark.slow("compiles a model")
 def test_compiled_calls_after_a_switch_are_counted_under_the_new_name():
     model, inputs = tiny()
@@ -132,12 +123,3 @@ def test_compiled_calls_after_a_switch_are_counted_under_the_new_name():
     rows = [(row["implementation"], row["calls"]) for row in sp.attention_report(model).rows]
     assert rows == [(MY_FP8, 1), (ANY_LENGTH, 1)] * 2
     assert sum(map(sum, shared_numbers(language_report.SHARED_COUNTER).values())) == unnamed
-
-
-def test_a_part_that_is_set_to_something_else_is_said_with_the_rest():
-    model, inputs = tiny("siglip")
-    forward(model, inputs)
-    model.set_attn_implementation({"text_config": ANY_LENGTH, "vision_config": "sdpa"})
-    verdict = sp.attention_report(model).verdict
-    assert verdict.startswith("Set now: sdpa, whose calls are not counted; 100 % of attention calls in INT8 (2 of 2)")
-    assert f"before, by {ANY_LENGTH}: 100 % of attention calls in INT8 (2 of 2)" in verdict
