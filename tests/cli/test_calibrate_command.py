@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 
-import pytest
 import torch
 from typer.testing import CliRunner
 
@@ -46,15 +45,3 @@ def test_options_of_calibrate_reach_the_search(tmp_path, monkeypatch):
     assert asked["skip_limits"] == [0.1] and asked["config"].linears.min_features == 0
     done = invoke("calibrate", *small, "--recipe", "qk_int4")
     assert done.exit_code == 2 and "qk_int4" in done.output
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["calibrate", "--target-psnr", "40", "--dtype", "int8"], "int8: expected one of bfloat16, float16, float32"),
-        (["calibrate", "--images", "1", "--steps", "1"], "give one of them alone"),
-    ],
-)
-def test_bad_arguments(arguments, words):
-    done = invoke(*arguments, "tiny_flux", "--device", "cpu")
-    assert done.exit_code == 2 and words in " ".join(done.output.replace("│", " ").split()), done.output

@@ -88,30 +88,6 @@ def test_demo_on_a_gpu(name, tmp_path):
     assert path.is_file() and float(re.search(r"PSNR ([\d.]+) dB, SSIM [\d.]+ \(means\)", output)[1]) >= 45
 
 
-# --- messages ---
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["demo", "tiny_flax"], "'tiny_flax' is no embedded pipeline, no folder and no name on the Hub"),
-        (["demo", "nobody/nothing"], "nobody/nothing could not be loaded"),
-        (["demo", "../nowhere"], "no folder"),
-        (["demo", "--scaling", "per_galaxy"], "got 'per_galaxy', expected one of"),
-        (["demo", "--recipe", "int1"], "got 'int1', expected one of"),
-        (["demo", "--device", "abacus"], "abacus"),
-        (["demo", "--output", "no/such/folder/x.png"], "no/such/folder does not exist"),
-        (["demo", "--steps", "0"], "Invalid value for '--steps'"),
-        (["report", "tests"], "folder tests has no model_index.json"),
-        (["rate", "tiny_sd", "--csv", "no/such/folder/x.csv"], "no/such/folder does not exist"),
-    ],
-)
-def test_mistakes_get_a_message(arguments, message, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    output = " ".join(invoke(*arguments, code=2).replace("│", "").split())
-    assert message in output and "Traceback" not in output
-
-
 # --- report ---
 
 
@@ -128,11 +104,6 @@ def test_report_lists_every_layer_without_weights(name, tmp_path):
     assert output.startswith("Nothing ran")
 
 
-def test_report_reads_the_folder_of_one_model():
-    output = invoke("report", sp.pipelines.path("tiny_flux") / "transformer", "--scaling", "per_block")
-    assert "5 layers active: qk_int8_pv_bf16, per_block" in output
-
-
 # --- bench ---
 
 
@@ -142,9 +113,3 @@ def test_prompts_of_clips_are_distinct_ones_that_tiny_wan_learnt(monkeypatch):
 
     prompts = loading.example_prompts(64, "tiny_wan")
     assert len(set(prompts)) == 64 and set(prompts) <= set(captions())
-
-
-def test_prompts_are_distinct_words_the_pipelines_know():
-    prompts = loading.example_prompts(64)
-    assert len(set(prompts)) == 64
-    assert all(color != ground for color, ground in (re.findall(r"^a (\w+) \w+ on a (\w+)", p)[0] for p in prompts))

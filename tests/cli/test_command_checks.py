@@ -6,7 +6,6 @@ import ast
 import errno
 import json
 import logging
-import os
 import pickle
 import re
 import shutil
@@ -15,11 +14,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from rich.console import Console
 from typer.testing import CliRunner
 
 import sage_processors as sp
-from sage_kernels.results import check_appendable
 from sage_processors.calibration import policy_files as policy
 from sage_processors.calibration import search as calibration
 from sage_processors.cli import loading
@@ -92,39 +89,6 @@ def test_Q36_calibrate_looks_at_its_files_before_it_draws(tmp_path):
             sp.calibrate(pipe, ["a"], target_psnr=40, **{name: tmp_path / "nowhere" / "x.json"})
 
 
-@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may write anywhere")
-def test_Q36_a_csv_that_may_not_be_written_to(tmp_path):
-    path = tmp_path / "results.csv"
-    path.touch(mode=0o400)
-    with pytest.raises(ValueError, match="may not be written to"):
-        check_appendable(path)
-    path.unlink()
-    tmp_path.chmod(0o500)
-    try:
-        with pytest.raises(ValueError, match="may not be written to"):
-            check_appendable(path)
-    finally:
-        tmp_path.chmod(0o700)
-    check_appendable(path)
-    assert not path.exists()
-
-
-@pytest.mark.parametrize("module", ["bench_end_to_end", "measure"])
-def test_Q36_benchmarks_look_at_their_files_first(module, tmp_path, monkeypatch):
-    folder = ROOT / ("notebooks" if module == "measure" else "kernels/benchmarks")
-    monkeypatch.syspath_prepend(str(folder))
-    found = __import__(module)
-    arguments = ["--csv", str(tmp_path / "no" / "x.csv")]
-    if module == "measure":
-        arguments += ["--work", str(tmp_path / "work"), "--out", str(tmp_path / "q.csv")]
-    else:
-        arguments += ["--tiny", "--device", "cpu"]
-    monkeypatch.setattr(sys, "argv", [module, *arguments])
-    with pytest.raises(ValueError, match="does not exist; make it first"):
-        found.main()
-    assert list(tmp_path.iterdir()) == []
-
-
 def full(*_, **__):
     raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -157,19 +121,6 @@ def test_Q37_what_calibrate_found_is_not_lost_with_a_full_disk(tmp_path, monkeyp
         sp.calibrate(pipe, ["a red circle"], path=tmp_path / "p.json", state_path=tmp_path / "s.json", **options)
     assert "state_path: " in caplog.text and "goes on without" in caplog.text
     assert "what was found: Calibration(config=SageAttnProcessor(" in caplog.text and "met=True" in caplog.text
-
-
-def test_options_that_are_all_exact_have_no_psnr_in_a_curve(capsys):
-    psnr = {"psnr_db": 120.0, "psnr_db_low": 119.5, "psnr_db_worst": 119.0}
-    curve = [
-        {"label": "exact", "cost": 1.0, "int8_share": 0.0, **psnr},
-        {"label": "ran", "cost": 0.7, "int8_share": 0.5, **psnr},
-    ]
-    calibration.Calibration(sp.SageAttnProcessor(), True, {"target_psnr": 1}, curve[1], curve, []).print(
-        Console(width=200)
-    )
-    exact, ran = (line for line in capsys.readouterr().out.splitlines() if "1.000" in line or "0.700" in line)
-    assert "120.00" in ran and "119.50" in ran and "dB" not in exact and "12" not in exact and exact.count("–") == 3
 
 
 class Bomb:

@@ -187,21 +187,6 @@ def test_doctor_speaks_json(monkeypatch):
     assert found["passed"] is False and "not finite" in found["self_test"][0]["error"]
 
 
-def test_doctor_says_what_is_not_installed(monkeypatch):
-    few(monkeypatch, "causal")
-    version = doctor.importlib.metadata.version
-
-    def hidden(name):
-        if name in ("triton", "diffusers"):
-            raise doctor.importlib.metadata.PackageNotFoundError(name)
-        return version(name)
-
-    monkeypatch.setattr(doctor.importlib.metadata, "version", hidden)
-    output = invoke()
-    assert "Without triton" in output and 'pip install "sage-processors[diffusers]"' in output
-    assert output.count("not installed") == 2
-
-
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (9, 0), (10, 0), (12, 0)])
 def test_doctor_shows_the_tiles_of_a_gpu(capability, monkeypatch):
     pytest.importorskip("triton")
@@ -283,30 +268,6 @@ def test_a_cache_of_somebody_else_or_on_a_network_is_warned_of(cache, monkeypatc
         os.chown(cache, 54321, -1)
         found = doctor.examine_cache(cache)
         assert found["owner"] == "54321" and f"{cache} belongs to 54321" in found["warnings"][0]
-
-
-def test_the_file_system_is_that_of_the_nearest_mount(monkeypatch, tmp_path):
-    lines = [
-        "22 1 8:1 / / rw - ext4 /dev/sda rw",
-        "23 22 0:5 / /data rw shared:1 - nfs4 server:/x rw",
-        r"24 23 0:6 / /data/with\040space rw - xfs /dev/sdb rw",
-        "25 22 0:7 / /twice rw - ext4 /dev/sdc rw",
-        "26 22 0:8 / /twice rw - lustre mgs:/fs rw",
-    ]
-    read = doctor.Path.read_text
-    monkeypatch.setattr(
-        doctor.Path,
-        "read_text",
-        lambda self, **kw: "\n".join(lines) if str(self) == "/proc/self/mountinfo" else read(self, **kw),
-    )
-    expected = {
-        "/home": "ext4",
-        "/data/x": "nfs4",
-        "/database": "ext4",
-        "/data/with space/x": "xfs",
-        "/twice": "lustre",
-    }
-    assert {place: doctor.file_system(doctor.Path(place)) for place in expected} == expected
 
 
 KERNELS = """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import runpy
 import sys
@@ -11,7 +10,6 @@ import pytest
 from typer.testing import CliRunner
 
 import sage_processors as sp
-from sage_processors.calibration import search as calibration
 from sage_processors.cli import main as cli
 
 
@@ -46,24 +44,6 @@ def test_warm_up_tells_that_a_cpu_needs_nothing():
         "seconds": 0.0,
         "cached": 0,
     }
-
-
-@pytest.mark.slow("searches; test_calibrate_command.py has a quick search")
-def test_calibrate_tells_what_it_found_also_where_the_budget_is_not_met(tmp_path, monkeypatch):
-    output, found, search = tmp_path / "policy.json", [], calibration.calibrate
-
-    def remembered(*arguments, **options):
-        found.append(search(*arguments, **options))
-        return found[0]
-
-    monkeypatch.setattr(calibration, "calibrate", remembered)
-    arguments = ["calibrate", *SMALL, "--scaling", "timestep", "--output", output, "--target-psnr", 119]
-    said = data(*arguments, code=1)
-    assert said["met"] is False and said["policy"] == str(output) and said["curve"][0]["label"]
-    assert said["result"]["int8_share"] == found[0].result["int8_share"] and said["budget"] == {"target_psnr": 119.0}
-    met = dataclasses.replace(found[0], met=True)  # test_calibrate_command.py searches for one
-    monkeypatch.setattr(calibration, "calibrate", lambda *_, **__: met)
-    assert data(*arguments) == said | {"met": True}
 
 
 def test_wrong_input_leaves_stdout_empty():

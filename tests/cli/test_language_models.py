@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 from typer.testing import CliRunner
@@ -73,46 +70,6 @@ def test_report_of_a_model_without_our_kind_of_attention(tmp_path):
     )
     output = invoke("report", tmp_path)
     assert "Nothing of this MambaModel can run in INT8" in output
-
-
-@pytest.mark.parametrize(
-    "config", [{"model_type": "nobodys"}, {"model_type": "llama", "auto_map": {"AutoConfig": "x.Y"}, "num_heads": []}]
-)
-def test_a_config_that_transformers_refuses_is_a_message(config, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    if config["model_type"] == "llama":  # known under its own name: code beside it is not run
-        assert "32 layers active" in invoke("report", tmp_path)
-    else:
-        assert "could not be loaded" in invoke("report", tmp_path, code=2)
-
-
-def test_warm_up_says_in_a_line_that_it_is_for_diffusers(tmp_path):
-    said = invoke("warm-up", folder_of("llama", tmp_path), code=2)
-    assert "could not be loaded: its config.json has no _class_name, as models of diffusers have" in said
-
-
-@pytest.mark.slow("a process: libraries read HF_HOME once")
-def test_report_of_a_name_on_the_hub(tmp_path):
-    snapshot = tmp_path / "hub" / "models--me--llama" / "snapshots" / ("0" * 40)
-    snapshot.mkdir(parents=True)
-    (tmp_path / "hub" / "models--me--llama" / "refs").mkdir()
-    (tmp_path / "hub" / "models--me--llama" / "refs" / "main").write_text("0" * 40)
-    folder_of("llama", snapshot)
-    code = """
-import sys
-from sage_processors.cli import main as cli
-for name in ("me/llama", "me/nothing"):
-    sys.argv = ["sage-processors", "report", name]
-    try:
-        cli.main()
-    except SystemExit as stop:
-        print("ended with", stop.code)
-"""
-    env = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
-    there, missing = done.stdout.split("ended with")[:2]
-    assert "2 layers active: sage_qk_int8_pv_bf16" in there and missing.strip() == "0", done.stdout
-    assert done.stdout.rstrip().endswith("ended with 2") and "me/nothing could not be loaded" in done.stderr
 
 
 @pytest.mark.real

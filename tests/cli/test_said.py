@@ -8,10 +8,9 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from sage_processors.cli import arguments, doctor, self_test
+from sage_processors.cli import arguments, doctor
 from sage_processors.cli import main as cli
-from sage_processors.option_groups import SCALINGS
-from tests.examples.running import EXAMPLES, run
+from tests.examples.running import run
 from tests.support.repository import fresh
 
 
@@ -51,15 +50,6 @@ def test_help_of_every_command_imports_nothing_heavy_and_is_there_at_once():
     assert seconds < 1 and kilobytes < 200_000
 
 
-@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
-def test_help_calls_the_model_MODEL_and_lists_what_an_option_takes(words):
-    said = answered(*words, "--help")
-    assert "--pipeline" not in said and "--model" not in said
-    assert words == ("doctor",) or "MODEL" in said.upper()
-    for option, known in (("--recipe", "qk_int8_pv_fp8"), ("--scaling", list(SCALINGS)[-1])):
-        assert f"{option} " not in said or known in said
-
-
 SAID = {
     "too many steps": (["demo", "tiny_sd", "--images", "1", "--steps", "1001", "--device", "cpu"], "Error: .*1001"),
     "no end of pictures": (["calibrate", "--target-psnr", "40", "--images", "100000000"], "Error: .*--images.*10000"),
@@ -75,12 +65,6 @@ def test_commands_speak_plainly(name, tmp_path, monkeypatch):
     said = answered(*words)
     assert re.search(expected, said), said
     assert "{'" not in said and "Traceback" not in said
-
-
-def test_doctor_sums_up_and_gives_a_verdict(monkeypatch):
-    monkeypatch.setattr(self_test, "CASES", self_test.CASES[:1])
-    said = CliRunner(env={"COLUMNS": "200"}).invoke(cli.app, ["doctor", "--device", "cpu"]).output
-    assert len(said.splitlines()) < 40 and "there is no GPU" in said.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
@@ -106,10 +90,3 @@ def test_videos_are_written_as_mp4_or_the_message_says_what_is_missing(tmp_path,
     else:
         run(*words)
         assert path.read_bytes()[4:8] == b"ftyp"
-
-
-def test_the_page_names_its_options_in_words():
-    text = (EXAMPLES / "app.py").read_text(encoding="utf-8")
-    assert (
-        text.count("label=") == text.count("gr.") - 3 and "label=name)" not in text
-    )  # but the page, twice, and its Markdown

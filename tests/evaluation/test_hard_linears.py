@@ -78,21 +78,3 @@ def test_injection_is_hard_for_a_layer_without_a_balance():
     plain = error()
     with hard_linears.inject_channel_outliers(model):
         assert error() > 10 * plain
-
-
-@pytest.mark.parametrize("factors", [(), (3.0,), (0.5,), (float("inf"),)])
-def test_injection_refuses_bad_factors(factors):
-    model, _ = MODELS["unet_sd15"]()
-    with pytest.raises(ValueError, match="factors: got"), hard_linears.inject_channel_outliers(model, factors):
-        pass
-
-
-def test_injection_refuses_more_factors_than_channels_and_unknown_models():
-    model, _ = MODELS["unet_sd15"]()
-    weights = {n: p.clone() for n, p in model.named_parameters()}
-    with pytest.raises(ValueError, match="factors: got 5000"):
-        with hard_linears.inject_channel_outliers(model, [2.0] * 5000):
-            pass
-    assert all(torch.equal(p, weights[n]) for n, p in model.named_parameters())
-    with pytest.raises(ValueError, match="no known norm"), hard_linears.inject_channel_outliers(nn.Linear(2, 2)):
-        pass

@@ -109,33 +109,3 @@ def test_injection_is_hard_for_int8_without_a_balance_of_channels(balanced, monk
     with hard_variants.inject_outliers(pipe.transformer, 64.0, 2):
         hard = quality.evaluate(pipe, PROMPTS[:1], [0], variants, steps=1)["per_head"]
     assert (hard.psnr_db[0] > plain.psnr_db[0] - 3) if balanced else (hard.psnr_db[0] < plain.psnr_db[0] - 10)
-
-
-def test_injection_restores_after_an_exception():
-    model, _ = MODELS["unet_sd15"]()
-    weights = {n: p.clone() for n, p in model.named_parameters()}
-    with pytest.raises(RuntimeError, match="inside"), hard_variants.inject_outliers(model):
-        raise RuntimeError("inside")
-    assert all(torch.equal(p, weights[n]) for n, p in model.named_parameters())
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"a": 3.0}, "a: got 3.0, expected a power of two"),
-        ({"a": 0.5}, "a: got 0.5"),
-        ({"a": float("inf")}, "a: got inf"),
-        ({"pairs": 0}, "pairs: got 0"),
-        ({"pairs": 500}, "pairs: got 500, expected at most"),
-    ],
-)
-def test_injection_refuses_bad_arguments(arguments, message):
-    model, _ = MODELS["unet_sd15"]()
-    with pytest.raises(ValueError, match=message), hard_variants.inject_outliers(model, **arguments):
-        pass
-
-
-def test_injection_refuses_models_without_attention():
-    with pytest.raises(ValueError, match="no attention with to_q and to_k in Linear"):
-        with hard_variants.inject_outliers(torch.nn.Linear(2, 2)):
-            pass

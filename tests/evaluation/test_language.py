@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 
 import pytest
 import torch
@@ -61,15 +60,6 @@ def test_a_cache_goes_by_the_name_that_the_forward_knows():
     assert language.cache_argument(old, held) == {"past_key_values": held}
     assert language.cache_argument(new, held) == {"cache": held}
     assert language.cache_argument(old, None) == language.cache_argument(new, None) == {}
-
-
-def test_no_name_of_a_cache_is_used_that_will_go(model, windows):
-    """A forward that takes any keyword would drop it then, and each part be read without those before it."""
-    make = lambda: DynamicCache(config=model.config)  # noqa: E731
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", FutureWarning)
-        language.perplexity(model, windows[:2], cache=make, prefill=17, chunk=40)
-        language.greedy(model, windows[:2, :9], 3, cache=make)
 
 
 @pytest.mark.parametrize(("prefill", "chunk"), [(1, 50), (17, 1), (64, 7), (130, 1), (None, 16)])
@@ -160,14 +150,6 @@ def test_perplexity_reads_what_the_int8_cache_holds(model, windows):
     assert (spoiled.losses > honest.losses + 0.01).all()
 
 
-def test_sixteen_bit_models_also_show_what_rounding_alone_costs(tokenizer, windows):
-    model, _ = language.load(dtype=torch.bfloat16)
-    found = language.evaluate(model, windows[:2], windows[:2, :20], new_tokens=3, prefill=100, chunk=16)
-    assert list(found) == ["stock", "stock_fp32", "prefill", "prefill_kv"] and model.dtype == torch.bfloat16
-    assert found["stock_fp32"].ratio != 1 and found["stock_fp32"].int8_calls == 0
-    assert found["stock_fp32"].kv_bytes_per_token == 2 * found["stock"].kv_bytes_per_token
-
-
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_model_has_its_own_attention_again(windows, fails):
     config = LlamaConfig(
@@ -198,14 +180,6 @@ def test_greedy_takes_the_best_token_every_time_and_never_ends(model, tokenizer)
             logits[:, end] = -torch.inf  # min_new_tokens: a text that ended could no longer diverge
             ids = torch.cat([ids, logits.argmax(-1, keepdim=True)], 1)
     assert tokens.shape == (3, 12) and end not in tokens and (tokens == ids[:, prompts.shape[1] :]).all()
-
-
-def test_first_differences_finds_the_first():
-    stock = torch.tensor([[1, 2, 3], [1, 2, 3], [1, 2, 3], [1, 2, 3]])
-    ours = torch.tensor([[1, 2, 3], [9, 2, 9], [1, 2, 9], [1, 9, 9]])
-    assert language.first_differences(ours, stock) == (None, 0, 2, 1)
-    with pytest.raises(ValueError, match=r"ours: got shape \(4, 2\), expected stock's \(4, 3\)"):
-        language.first_differences(ours[:, :2], stock)
 
 
 def test_margins_are_the_lead_of_the_token_that_was_taken(model, tokenizer):
@@ -255,22 +229,6 @@ def test_heldout_windows_do_not_overlap_and_spread_over_all_kinds(tokenizer):
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"kinds": ("news",)}, r"kinds: got \['news'\], expected some of"),
-        ({"kinds": ()}, r"kinds: got \[\]"),
-        ({"length": 1}, "length: got 1, expected at least 2"),
-        ({"count": 0}, r"count: got 0, expected 1 to \d+ windows"),
-        ({"count": 10**6}, r"count: got 1000000, expected 1 to \d+ windows of 64 tokens"),
-        ({"length": 10**6}, "count: got 0, expected 1 to 0 windows of 1000000"),
-    ],
-)
-def test_heldout_windows_refuses(tokenizer, options, message):
-    with pytest.raises(ValueError, match=message):
-        language.heldout_windows(tokenizer, **{"length": 64, **options})
-
-
-@pytest.mark.parametrize(
     ("ids", "options", "message"),
     [
         (torch.zeros(2, 9), {}, r"windows: got torch.float32 \(2, 9\), expected token ids, int64"),
@@ -291,13 +249,6 @@ def test_heldout_windows_refuses(tokenizer, options, message):
 def test_perplexity_refuses(model, ids, options, message):
     with pytest.raises(ValueError, match=message):
         language.perplexity(model, ids, **options)
-
-
-def test_greedy_refuses_more_tokens_than_positions(model, windows):
-    with pytest.raises(ValueError, match=r"prompts: got 131 tokens and 9999 new ones, expected at most \d+ together"):
-        language.greedy(model, windows, 9999)
-    with pytest.raises(ValueError, match="new_tokens: got 0"):
-        language.greedy(model, windows, 0)
 
 
 def test_chat_ids_takes_a_question_or_a_conversation(tokenizer):

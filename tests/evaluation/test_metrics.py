@@ -155,12 +155,6 @@ def test_ms_ssim_says_how_many_scales_fit(side, most):
             metrics.ms_ssim(a, a, scales=most + 1)
 
 
-@pytest.mark.parametrize("scales", [0, 6, 2.0, True])
-def test_ms_ssim_refuses_other_scales(scales):
-    with pytest.raises(ValueError, match="scales: got .*, expected 1 to 5"):
-        metrics.ms_ssim(pictures(), pictures(), scales=scales)
-
-
 def test_mean_interval_of_a_known_spread():
     values = torch.randn(400, generator=torch.Generator().manual_seed(1)) * 3 + 50
     found = metrics.mean_interval(values)
@@ -181,18 +175,6 @@ def test_paired_interval_sees_what_means_hide():
     assert alone[0].low < alone[1].value < alone[0].high  # the means alone show nothing
     with pytest.raises(ValueError, match="values: got 15, expected as many as baseline's 16"):
         metrics.paired_interval(values[1:].tolist(), baseline.tolist())
-
-
-def test_mean_interval_of_one_picture_is_empty():
-    assert metrics.mean_interval([7.0]) == (7.0, 7.0, 7.0)
-
-
-def test_mean_interval_refuses_bad_values():
-    for values in ([], [1.0, math.nan], [math.inf]):
-        with pytest.raises(ValueError, match="values: got .* expected at least one, all finite"):
-            metrics.mean_interval(values)
-    with pytest.raises(ValueError, match="draws: got 10"):
-        metrics.mean_interval([1.0], draws=10)
 
 
 def test_lpips_without_torchvision_names_the_command(monkeypatch):

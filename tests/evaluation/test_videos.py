@@ -11,8 +11,6 @@ from tests.support.repository import ROOT
 
 
 sys.path.append(str(ROOT / "notebooks"))
-from picture_report import markdown, title  # noqa: E402
-from video_report import Clips, report  # noqa: E402
 
 
 def clips(n: int = 2, frames: int = 4, size: int = 24, seed: int = 0) -> torch.Tensor:
@@ -43,14 +41,6 @@ def test_quality_of_a_clip_is_the_mean_of_its_frames():
     assert next(found.rows("tiny"))["batch"] == 2
 
 
-def test_identical_clips():
-    a = clips()
-    assert torch.isinf(videos.psnr(a, a)).all()
-    torch.testing.assert_close(videos.ssim(a, a), torch.ones(2, 4))
-    for metric in (videos.flicker, videos.motion_error):
-        assert torch.equal(metric(a, a), torch.zeros(2, dtype=torch.float64))
-
-
 def test_flicker_of_known_noise_is_root_two_of_it():
     reference = torch.full((1, 9, 3, 64, 64), 0.5)
     noise = 0.02 * torch.randn(reference.shape, generator=torch.Generator().manual_seed(2))
@@ -63,12 +53,6 @@ def test_what_all_frames_have_alike_does_not_flicker():
     offset = torch.rand(2, 1, 3, 24, 24, generator=torch.Generator().manual_seed(3)) * 0.2
     assert videos.flicker(reference + offset, reference).amax() < 1e-7
     assert videos.flicker(reference * 0.5, reference).amin() > 0.05  # less motion is a difference, too
-
-
-def test_frame_change_of_a_blinking_clip():
-    blinking = torch.tensor([0.25, 0.5, 0.25, 0.5]).view(1, 4, 1, 1, 1).expand(1, 4, 3, 16, 16)
-    assert videos.frame_change(blinking).tolist() == [0.25]
-    assert videos.frame_change(blinking[:, ::2]).tolist() == [0]
 
 
 @pytest.mark.parametrize(("down", "right"), [(2, -3), (-7, 7), (0, 0)])
@@ -121,12 +105,6 @@ def test_bad_pairs_raise(metric):
             metric(wrong, a)
 
 
-@pytest.mark.parametrize("options", [{"block": 0}, {"reach": 1.5}, {"block": True}, {"block": 25}])
-def test_motion_refuses_blocks_that_do_not_fit(options):
-    with pytest.raises(ValueError, match=r"expected"):
-        videos.motion(clips(), **options)
-
-
 def test_frames_of_a_clip_count_together_in_the_standard_error():
     generator = torch.Generator().manual_seed(5)
     alone, reference = (torch.randn(n, 4, generator=generator, dtype=torch.float64) for n in (128, 512))
@@ -136,35 +114,3 @@ def test_frames_of_a_clip_count_together_in_the_standard_error():
     assert distance_of_features(copies, reference).standard_error < 0.7 * error  # six copies know no more
     with pytest.raises(ValueError, match="together: got 5, expected an int of at least 1 that divides 768"):
         distance_of_features(copies, reference, together=5)
-
-
-def measured(label: str, drawn: torch.Tensor, stock: torch.Tensor) -> Clips:
-    class Means(torch.nn.Module):
-        def forward(self, images):
-            return images.mean((2, 3))
-
-    return Clips.measure(label, drawn, stock, Means())
-
-
-def test_report_has_every_number_with_its_interval_over_clips():
-    stock = clips(n=12, frames=3, size=16)
-    noise = 0.01 * torch.randn(stock.shape, generator=torch.Generator().manual_seed(6))
-    own, near = measured("stock", stock, stock), measured("near", stock + noise, stock)
-    halves = [measured("near", (stock + noise)[part], stock[part]) for part in (slice(0, 5), slice(5, 12))]
-    rows = {(row.label, row.metric): row for row in report([near], own.frame_change, own.features, own.features)}
-    joined = report([Clips.join(halves)], own.frame_change, own.features, own.features)
-    assert joined == list(rows.values())
-    psnr = rows["near", "psnr_db_mean"]
-    assert psnr.value == pytest.approx(40, abs=0.3) and psnr.low < psnr.value < psnr.high and psnr.images == 12
-    assert rows["near", "flicker_mean"].value == pytest.approx(0.01 * 2**0.5, rel=0.05)
-    # uncorrelated noise changes frames more, and by as much in every clip: the pairing leaves a narrow interval
-    excess = rows["near", "frame_change_excess"]
-    assert 0 < excess.low < excess.value < rows["stock", "frame_change_spread"].value
-    assert rows["stock", "feature_fd"].value == pytest.approx(0, abs=1e-12)
-    assert rows["near", "feature_fd_excess"].value > 0
-    table = markdown(list(rows.values()), "clips")
-    assert table.splitlines()[0].endswith("| clips |") and title("motion_error_mean") in table
-    with pytest.raises(ValueError, match="got 12 clips of 'near', expected stock's 11"):
-        report([near], own.frame_change[:11], own.features)
-    with pytest.raises(ValueError, match="expected at least one, all of one label and length"):
-        Clips.join([own, near])

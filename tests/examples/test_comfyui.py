@@ -174,16 +174,3 @@ def test_only_the_clone_is_changed_and_the_report_counts(nodes):
     report = nodes["SageInt8AttentionReport"]()
     assert report.report(clone, "latent") == ("latent", "INT8 attention: 1 calls; 16 bit: dtype 1")
     assert "has none" in report.report(model, "latent")[1]
-
-
-def test_compiled_models_run_it_in_one_graph(nodes):
-    torch._dynamo.reset()
-    _, override = patched(nodes)
-    given, _ = qkv()
-    compiled = torch.compile(
-        lambda q, k, v: override(optimized_attention, q, k, v, H), backend="eager", fullgraph=True
-    )
-    eager = override(optimized_attention, *given, H)
-    for _ in range(2):
-        assert sqnr_db(compiled(*given), eager) > 100
-    torch._dynamo.reset()

@@ -85,8 +85,3 @@ def test_P30_random_video_is_always_the_same_and_in_eval_mode(family):
     modules = [model for model in one.components.values() if isinstance(model, torch.nn.Module)]
     assert modules and not any(part.training for model in modules for part in model.modules())
     assert all(torch.equal(a, b) for a, b in pairs) and torch.equal(arguments["prompt_embeds"], again["prompt_embeds"])
-
-
-def test_random_video_names_the_families():
-    with pytest.raises(ValueError, match="family: got 'sora', expected one of"):
-        random_video("sora")

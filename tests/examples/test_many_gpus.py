@@ -8,6 +8,7 @@ import re
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from PIL import Image
@@ -43,42 +44,46 @@ def free_port() -> str:
         return str(free.getsockname()[1])
 
 
-def processes(name: str, *runs) -> str:
-    """What two processes say that run an example together, once with each of these arguments: \\f behind a run."""
+KINDS = {"ulysses": 1, "ring": 2}  # of ring attention, a call for the keys of each process
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory) -> tuple[Path, list[str]]:
+    """(folder, what two processes say of each run) that run the examples together; imports take most of the time."""
+    folder = tmp_path_factory.mktemp("drawn")
+    prompts = folder / "prompts.txt"
+    prompts.write_text("a red circle on a blue background\n\na green star on a white background\n", encoding="utf-8")
+    small = ("--steps", 1, "--compare", "--output")
+    runs = [("one_big_video", "--kind", kind, *small, folder / f"{kind}.gif") for kind in KINDS]
+    # the last one, of which both processes tell
+    runs.append(("many_pictures", "--file", prompts, "--steps", 2, "--compare", "--output", folder / "x.png"))
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "kernels", EXAMPLES))), "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "COLUMNS": "200", "WORLD_SIZE": "2",
         "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
     }  # fmt: skip
-    commands = [[free_port(), str(EXAMPLES / f"{name}.py"), *map(str, arguments)] for arguments in runs]
+    commands = [[free_port(), str(EXAMPLES / f"{name}.py"), *map(str, arguments)] for name, *arguments in runs]
     command = [sys.executable, "-c", FORKED, json.dumps(commands)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    return folder, done.stdout.split("\f")
 
 
-@pytest.mark.slow("two processes draw")
-def test_many_pictures_are_shared_out(tmp_path, monkeypatch, capsys):
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_text("a red circle on a blue background\n\na green star on a white background\n", encoding="utf-8")
-    arguments = ("--file", prompts, "--steps", 2, "--compare", "--output", tmp_path / "x.png")
-    shown = processes("many_pictures", arguments)
+def test_many_pictures_are_shared_out(drawn, tmp_path, monkeypatch):
+    folder, told = drawn
+    shown = "".join(told[len(KINDS) :])
     assert sorted(re.findall(r"Process (\d) of 2, picture (\d)", shown)) == [("0", "0"), ("1", "1")]
     assert len(psnr(shown)) == 2 and all(60 < decibels < IDENTICAL_DB for decibels in psnr(shown))
     # a picture is the same whoever draws it
     more = ("--seed", 1, "--steps", 2, "--output", tmp_path / "alone.png")
     run("sd15", monkeypatch, "a green star on a white background", *more)
-    assert (tmp_path / "x_1.png").read_bytes() == (tmp_path / "alone.png").read_bytes()
+    assert (folder / "x_1.png").read_bytes() == (tmp_path / "alone.png").read_bytes()
 
 
-@pytest.mark.slow("two processes draw")
-def test_one_big_video_on_two_processes(tmp_path):
-    kinds = {"ulysses": 1, "ring": 2}  # of ring attention, a call for the keys of each process
-    same = ("--steps", 1, "--compare")
-    runs = [("--kind", kind, *same, "--output", tmp_path / f"{kind}.gif") for kind in kinds]
-    told = [text for text in processes("one_big_video", *runs).split("\f") if "PSNR" in text]
-    for (kind, parts), shown in zip(kinds.items(), told, strict=True):
-        assert Image.open(tmp_path / f"{kind}.gif").n_frames == 9
+def test_one_big_video_on_two_processes(drawn):
+    folder, told = drawn
+    for (kind, parts), shown in zip(KINDS.items(), told, strict=False):
+        assert Image.open(folder / f"{kind}.gif").n_frames == 9
         assert "context_parallel" not in shown and int8_calls(shown) == 2 * 2 * parts
         assert 80 < psnr(shown)[0] < IDENTICAL_DB
 

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import re
-import runpy
-import shutil
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -28,7 +24,6 @@ import tiny_dialogues
 import tiny_text
 
 
-EXAMPLES = Path(tiny_text.__file__).parent
 FOLDER = language.EMBEDDED
 MAX_WEIGHT_BYTES, MAX_OTHER_BYTES = 16_000_000, 1_000_000
 DIALOGUES = 4000  # of the 40,000 that training reads: enough for a bigram model
@@ -95,12 +90,6 @@ def test_tokenizer_gives_back_any_text(loaded, text):
     assert loaded[1].decode(ids) == text and all(0 <= i < len(loaded[1]) for i in ids)
 
 
-def test_digits_and_special_tokens_are_tokens_of_their_own(loaded):
-    assert loaded[1].tokenize("1234") == list("1234")
-    marks = [tiny_text.PAD, tiny_dialogues.END, tiny_dialogues.USER, tiny_dialogues.ASSISTANT]
-    assert [len(loaded[1](mark).input_ids) for mark in marks] == [1] * 4
-
-
 def test_chat_template_writes_what_the_dialogues_have(loaded):
     exchanges = [("Hello!", "Hello! How can I help you?"), ("Thank you.", "You are welcome!")]
     said = [{"role": r, "content": c} for e in exchanges for r, c in zip(("user", "assistant"), e, strict=True)]
@@ -110,19 +99,6 @@ def test_chat_template_writes_what_the_dialogues_have(loaded):
 
 
 # --- what it learnt ---
-
-
-@pytest.mark.slow("counts all pairs of the training text")
-def test_predicts_held_out_text_far_better_than_a_bigram_model(loaded, training_text):
-    """Both are measured here, on a slice of every kind; the perplexity is at most half, and lower for every kind."""
-    model, tokenizer = loaded
-    bigram = tiny_text.Bigram(torch.cat(list(tiny_text.encode(tokenizer, training_text).values())), len(tokenizer))
-    margins = {}
-    for kind in tiny_text.KINDS:
-        windows = language.heldout_windows(tokenizer, 512, count=4, kinds=(kind,))
-        margins[kind] = bigram.loss(windows) - math.log(language.perplexity(model, windows).value)
-    assert min(margins.values()) > 0, margins
-    assert sum(margins.values()) / len(margins) > math.log(2), margins
 
 
 def test_recorded_losses_are_those_of_the_shipped_weights(loaded):
@@ -162,54 +138,3 @@ def test_text_with_another_copyright_is_left_out(training_text, heldout):
     named = [line for text in python for line in text.splitlines() if tiny_text.OTHER_COPYRIGHT.search(line)]
     assert all("Python Software" in line for line in named)
     assert not any(name in "\n".join(python) for name in ("Secret Labs", "Vinay Sajip <", "Google, Inc."))
-
-
-def test_dialogues_answer_truly():
-    text = "".join(tiny_dialogues.dialogues(5, 2000))
-    sums = re.findall(r"(\d+) (plus|minus|times) (\d+) is (\d+)\.", text)
-    exact = {"plus": int.__add__, "minus": int.__sub__, "times": int.__mul__}
-    assert len(sums) > 100 and all(exact[how](int(a), int(b)) == int(c) for a, how, b, c in sums)
-    told = re.findall(
-        r"([A-Z][a-z]+) has an? (\w+) (\w+)\.[^<]*What colour is the (\w+) of \1\?<\|assistant\|>(.*?)<", text
-    )
-    assert len(told) > 30 and all(f"The {thing} of {who} is {color}." == said for who, color, thing, _, said in told)
-
-
-# --- training ---
-
-
-@pytest.fixture
-def workdir(tmp_path, loaded, heldout):
-    """A prepared work folder with little text: what `--prepare` leaves behind."""
-    loaded[1].save_pretrained(tmp_path / "tokenizer")
-    few = {d["kind"]: {**d, "text": (d["text"] * 9)[:4000]} for d in heldout}
-    documents = [tiny_text.Document(d["kind"], d["name"], d["text"]) for d in few.values()]
-    torch.save(tiny_text.encode(loaded[1], documents), tmp_path / "tokens.pt")
-    (tmp_path / "heldout.json").write_text(json.dumps(list(few.values())))
-    precision, cudnn = torch.get_float32_matmul_precision(), torch.backends.cuda.cudnn_sdp_enabled()
-    yield tmp_path
-    torch.set_float32_matmul_precision(precision)  # the script sets both for the process
-    torch.backends.cuda.enable_cudnn_sdp(cudnn)
-
-
-def train(monkeypatch, workdir: Path, out: str, *arguments) -> None:
-    options = ("--preset", "cpu", "--device", "cpu", "--workdir", workdir, "--out", workdir / out, "--batch", 1)
-    monkeypatch.setattr(sys, "argv", ["train_tiny_lm.py", *map(str, (*options, *arguments))])
-    runpy.run_path(str(EXAMPLES / "train_tiny_lm.py"), run_name="__main__")
-
-
-@pytest.mark.slow("trains")
-def test_training_in_sessions_gives_the_weights_of_training_in_one_go(workdir, monkeypatch, capsys):
-    train(monkeypatch, workdir, "whole", "--steps", 3)
-    with pytest.raises(SystemExit, match="--resume"):
-        train(monkeypatch, workdir, "parts", "--steps", 3)
-    (workdir / "tiny_lm_cpu.pt").unlink()
-    train(monkeypatch, workdir, "parts", "--steps", 3, "--minutes", 0)
-    assert not (workdir / "parts").exists() and "session over at step 1 of 3" in capsys.readouterr().out
-    train(monkeypatch, workdir, "parts", "--steps", 3, "--resume")
-    assert "saved" in capsys.readouterr().out
-    whole, parts = (workdir / name / "model.safetensors" for name in ("whole", "parts"))
-    assert whole.read_bytes() == parts.read_bytes()
-    metrics = json.loads((workdir / "parts" / "metrics.json").read_text())
-    assert metrics["training"]["steps"] == 3 and metrics["training"]["tokens"] == 3 * 512
-    shutil.rmtree(workdir / "whole")
