@@ -10,7 +10,7 @@ import torch.nn.functional as functional
 import sage_processors as sp
 from sage_processors.diffusion.calls import sage_class
 from sage_processors.diffusion.host.discovery import attention_modules
-from tests.diffusion.calls.test_processors import SDPA, sqnr_db
+from tests.diffusion.calls.test_processors import sqnr_db
 from tests.support.tiny_models import MODELS
 
 
@@ -81,19 +81,6 @@ def test_only_denoisers_of_a_pipeline_are_swapped():
     assert swapped == {"transformer", "controlnet", "upscaler"}
 
 
-def test_P05_one_processor_object_shared_by_all_layers():
-    from diffusers.models.attention_processor import AttnProcessor2_0
-
-    model, inputs = MODELS["unet_sd15"]()
-    shared = AttnProcessor2_0()
-    model.set_attn_processor(shared)
-    with sp.apply(model, EVERYTHING) as handle, torch.no_grad():
-        model(**inputs)
-        assert len({id(p) for p in processors_of(model).values()}) == len(processors_of(model))
-        assert all(row["calls"] == 1 for row in handle.report().rows)
-    assert all(p is shared for p in processors_of(model).values())
-
-
 def test_options_on_a_module_raise_and_name_the_right_line():
     model, inputs = MODELS["unet_sd15"]()
     for _, module in attention_modules(model):
@@ -144,20 +131,3 @@ def test_swap_inside_inference_mode_serves_outside_of_it(scaling):
     with torch.no_grad():
         model(**inputs)
     assert handle.report().calls == 4
-
-
-def test_compiled_wrapper_of_a_model_is_looked_through():
-    model, _ = MODELS["flux"]()
-    with sp.apply(torch.compile(model, backend="eager"), EVERYTHING):
-        assert all(sage_class.is_sage(p) for p in processors_of(model).values())
-
-
-def test_package_names_are_stable_whatever_is_imported():
-    import sage_processors.calibration as by_import
-    from sage_processors.diffusion.handle import apply
-
-    assert sp.apply is apply and sp.calibration is by_import and callable(sp.calibrate)
-    assert {"apply", "SageAttnProcessor", "processors_for"} <= set(dir(sp))
-    assert SDPA is torch.nn.functional.scaled_dot_product_attention
-    with pytest.raises(AttributeError, match="nothing_here"):
-        sp.nothing_here  # noqa: B018

@@ -7,7 +7,7 @@ import torch
 
 import sage_processors as sp
 from sage_kernels.planning import row_maxima
-from sage_kernels.planning.row_maxima import FIRST_STEPS, RowMaxima
+from sage_kernels.planning.row_maxima import RowMaxima
 from sage_kernels.planning.state import ScaleState, Site
 from sage_kernels.testing import make_qkv
 from sage_processors.diffusion.calls.row_maxima_op import attention_keeping, keep_rows_of
@@ -43,22 +43,6 @@ def test_pipeline_runs_in_fp8_and_says_so(config, near):
     # three steps of four; without a state there is nothing to keep
     assert all(tiles > 0 and tiles % 3 == 0 for tiles in lagged) and bool(lagged) == (config is FP8)
     assert torch.isfinite(again).all()
-
-
-def test_the_first_steps_of_a_run_tell_the_next_one_nothing():
-    kept = RowMaxima()
-    for run in range(2):
-        kept.next_step()  # as a hook does that knows of a step before the first call
-        for _ in range(FIRST_STEPS):
-            assert kept.of(0, (1, 2, 8), CPU) is None, run
-            kept.next_step()
-        rows, known = kept.of(0, (1, 2, 8), CPU)
-        assert not known and (rows == -torch.inf).all()
-        for _ in range(2):
-            kept.next_step()
-            again, known = kept.of(0, (1, 2, 8), CPU)
-            assert again is rows and known
-        kept.clear()
 
 
 def test_row_maxima_are_kept_by_shape_and_place_in_the_step(near):
@@ -123,10 +107,3 @@ def test_compiled_calls_find_the_row_maxima_of_their_site(near):
     before, scales[0].kept.row_maxima = scales[0].summary()[0]["lagged"], RowMaxima()  # the old one is gone
     call(0)
     assert scales[0].summary()[0]["lagged"] == before
-
-
-def test_row_maxima_can_be_written_outside_of_inference_mode(near):
-    kept = RowMaxima()
-    with torch.inference_mode():
-        rows, _ = kept.of(0, (1, 2, 8), CPU)
-    assert not rows.is_inference()

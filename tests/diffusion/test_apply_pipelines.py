@@ -156,8 +156,6 @@ assert "Sage" not in type(utils.__spec__.loader).__name__ and "Patching" not in 
 @pytest.mark.parametrize(
     "order",
     [
-        "sage_processors diffusers",
-        "diffusers sage_processors",
         "pipeline_utils sage_processors",
         "sage_processors pipeline_utils",
     ],
@@ -166,7 +164,6 @@ def test_pipeline_method_exists_in_every_import_order(order):
     light = f"assert not {{m.split('.')[0] for m in sys.modules}} & ({set(OPTIONAL)!r} - before)"
     lines = {
         "sage_processors": "import sage_processors, sage_kernels\n" + (light if order.startswith("sage") else ""),
-        "diffusers": "import diffusers",
         "pipeline_utils": "import diffusers.pipelines.pipeline_utils",
     }
     first, second = (lines[name] for name in order.split())

@@ -151,26 +151,6 @@ def test_auto_keeps_what_was_decided_where_the_scales_are_kept(outliers, scaling
         assert rotations(handle) == {JOINT: ("none", 0, 4), SINGLE: ("none", 0, 4)}
 
 
-def test_auto_only_where_it_was_asked_for_and_beside_a_probe_of_the_user(outliers):
-    outliers |= {JOINT, SINGLE}
-    pipe, model, inputs = flux_pipe()
-    with sp.apply(pipe, options(layers={JOINT: {"rotation": "auto"}})) as handle:
-        with handle.probe(every=2) as probe:
-            denoise(pipe, model, inputs, steps=4)
-            assert {row["step"] for row in probe.data()} == {0, 2}  # it goes on
-        assert {row["layer"] for row in probe.data()} == {JOINT, SINGLE}
-        assert rotations(handle) == {JOINT: ("hadamard", 3, 4), SINGLE: ("none", 0, 4)}
-        with handle.probe(every=2) as probe:
-            handle.reset()
-            denoise(pipe, model, inputs, steps=4)
-            assert rotations(handle)[JOINT] == ("hadamard", 3, 4) and {row["step"] for row in probe.data()} == {0, 2}
-        twin = copy.deepcopy(model)
-        with torch.no_grad():
-            twin(**inputs)
-        counts = [p._sage.events.numbers()[EVENTS.index("rotated")] for p in twin.attn_processors.values()]
-        assert sorted(counts) == [0, 1]  # what was found goes with a copy
-
-
 def test_scales_of_other_channels_are_refused(outliers, tmp_path):
     outliers.add(JOINT)
     pipe, model, inputs = flux_pipe()

@@ -186,19 +186,6 @@ def test_P09_after_an_exception_the_next_run_is_right(config):
         assert torch.equal(run(), fresh) and torch.equal(run(), warm)
 
 
-def test_P09_strict_leaves_a_state_that_goes_on():
-    pipe, run = flux_pipe()
-    with sp.apply(pipe, EVERYTHING):
-        fresh = run()
-    with sp.apply(pipe, sp.SageAttnProcessor(min_tokens=1, on_unsupported="raise")) as handle:
-        pipe.transformer.train()
-        with pytest.raises(sp.UnsupportedAttentionError, match="training.*eval"):
-            run()
-        pipe.transformer.eval()
-        assert processors._running.processor is None and handle.report().calls == 0
-        assert torch.equal(run(), fresh)
-
-
 # --- T02, D02: training, dropout, autocast ---
 
 

@@ -140,23 +140,6 @@ def test_P03_ip_adapter_load_and_unload(make):
     assert all(processors_of(model)[n] is original[n] for n in original if n.endswith(("attn1", "single_attn")))
 
 
-@pytest.mark.parametrize("make", [sd_with_adapter, flux_with_adapter])
-def test_P03_ip_adapter_scale_that_was_set_meanwhile_stays_after_remove(make):
-    pipe, model, run, run_with_image, load = make()
-    load()
-    full = run_with_image()
-    pipe.set_ip_adapter_scale(0.5)
-    half = run_with_image()
-    pipe.set_ip_adapter_scale(1.0)
-    with sp.apply(pipe, EVERYTHING):
-        pipe.set_ip_adapter_scale(0.5)
-        assert sqnr_db(run_with_image(), half) > 25 > sqnr_db(full, half)
-        twin = copy.deepcopy(model)  # these processors are modules with weights
-    assert torch.equal(run_with_image(), half)
-    assert twin.state_dict().keys() == model.state_dict().keys()
-    assert all(sage_class.is_sage(p) for p in processors_of(twin).values())
-
-
 def test_P03_strict_runs_adapters_and_no_processor_that_somebody_put_there():
     pipe, model, run, run_with_image, load = flux_with_adapter()
     handle = pipe.set_attn_processor(STRICT)
@@ -169,29 +152,6 @@ def test_P03_strict_runs_adapters_and_no_processor_that_somebody_put_there():
 
 
 # --- P04: LoRA, fused projections, slicing, backends, defaults ---
-
-
-def test_P04_attention_slicing():
-    pipe, run = sd_pipe()
-    stock = run()
-    original = processors_of(pipe.unet)
-    with sp.apply(pipe, LEARNING) as handle:
-        run()
-        learnt = calls_of(handle)
-        pipe.enable_attention_slicing()
-        rows = handle.report().rows
-        assert all(row["status"] == "replaced" and "no SDPA call" in row["note"] for row in rows)
-        handle.refresh()  # there is nothing to swap now: the handle lives on, and says so
-        rows = handle.report().rows
-        assert all(row["status"] == "not swappable" and "SlicedAttn" in row["note"] for row in rows)
-        assert sqnr_db(run(), stock) > 80
-        pipe.disable_attention_slicing()
-        assert statuses(handle) == {"replaced"}
-        handle.refresh()
-        assert statuses(handle) == {"active"} and calls_of(handle) == learnt
-        assert sqnr_db(run(), stock) > 25 and set(calls_of(handle).values()) == {(6, 1)}
-    assert {type(p) for p in processors_of(pipe.unet).values()} == {type(p) for p in original.values()}
-    assert torch.equal(run(), stock)
 
 
 def test_P04_attention_backend():
@@ -213,21 +173,6 @@ def test_P04_attention_backend():
         model.set_attention_backend("native")
         forward(model, inputs)
         assert handle.report().calls == len(handle.report().rows) and handle.report().fallbacks == {}
-
-
-def test_P04_xformers_that_is_missing_or_switched_off():
-    if diffusers.utils.is_xformers_available():
-        pytest.skip("xformers is installed")
-    pipe, run = sd_pipe()
-    with sp.apply(pipe, EVERYTHING) as handle:
-        with pytest.raises(ModuleNotFoundError, match="xformers"):
-            pipe.enable_xformers_memory_efficient_attention()
-        assert statuses(handle) == {"active"}
-        pipe.disable_xformers_memory_efficient_attention()  # puts new default processors there
-        assert statuses(handle) == {"replaced"}
-        handle.refresh()
-        run()
-        assert statuses(handle) == {"active"}
 
 
 def test_P04_a_new_component_is_reported_until_refresh():

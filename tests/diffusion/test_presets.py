@@ -101,8 +101,7 @@ def test_fast_draws_the_same_pictures_as_stock(name):
     pipe = DiffusionPipeline.from_pretrained(sp.pipelines.path(name), torch_dtype=torch.float32)
     pipe.set_progress_bar_config(disable=True)
     config = sp.SageAttnProcessor("fast", min_tokens=0, linears=sp.Linears("int8", min_features=0))
-    prompts = ["a red circle on a blue background", "a blue square on a white background"]
-    arguments = sp.pipelines.call_arguments(name)
-    found = evaluate(pipe, prompts, [0, 1], [Variant("fast", config)], steps=6, batch=2, arguments=arguments)["fast"]
+    prompts, arguments = ["a red circle on a blue background"], sp.pipelines.call_arguments(name)
+    found = evaluate(pipe, prompts, [0], [Variant("fast", config)], steps=4, arguments=arguments)["fast"]
     assert found.int8_calls and not found.fallback_calls
-    assert sum(found.psnr_db) / 2 >= 40
+    assert found.psnr_db[0] >= 40

@@ -6,7 +6,6 @@ What stands in for captures on a CPU is in tests/support/cpu_graphs.py.
 from __future__ import annotations
 
 import collections
-import copy
 import dataclasses
 
 import diffusers
@@ -15,8 +14,7 @@ import torch
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
 
 import sage_processors as sp
-from sage_processors.diffusion.graphs.call_graphs import MOST_GRAPHS
-from sage_processors.diffusion.graphs.model_graphs import WARM_UP, ModelGraphs
+from sage_processors.diffusion.graphs.model_graphs import WARM_UP
 from sage_processors.linears import modules, swap
 from sage_processors.linears.weights import layers
 from sage_processors.linears.weights.linear_state import linear_state
@@ -237,25 +235,6 @@ def test_a_weight_that_was_only_looked_at_is_compared_and_stays():
     assert graphs.eager == {"warm_up": WARM_UP} and graphs.replays == 5
 
 
-def test_kinds_of_calls_have_graphs_of_their_own():
-    model, inputs = MODELS["flux"]()
-    others = inputs | {"hidden_states": inputs["hidden_states"][:, :8], "img_ids": inputs["img_ids"][:8]}
-    twice = {n: x.repeat(2, *[1] * (x.dim() - 1)) if not n.endswith("ids") else x for n, x in inputs.items()
-             if isinstance(x, torch.Tensor)}  # fmt: skip
-    with torch.no_grad(), sp.apply(model, options(scaling="dynamic")) as handle:
-        graphs, recorder = captures(handle)
-        for given in (inputs, others, twice, inputs | {"joint_attention_kwargs": {"scale": 1.0}}):
-            outs = [model(**given, return_dict=False)[0] for _ in range(WARM_UP + 2)]
-            assert all(torch.equal(x, outs[0]) for x in outs)
-        assert recorder.captures == 4 and graphs.replays == 8
-        for i in range(MOST_GRAPHS):
-            for _ in range(WARM_UP + 1):
-                model(**inputs, joint_attention_kwargs={"scale": 1.0 + i}, return_dict=False)
-        assert len(graphs.whole.graphs) == MOST_GRAPHS
-        model(**inputs, return_dict=False)
-        assert recorder.captures == 4 + MOST_GRAPHS  # the first kind was let go, and is captured again
-
-
 def test_what_was_returned_stays_when_the_next_replay_comes():
     handle, graphs, model, inputs, _ = replayed_model(record=Recorder())
     with torch.no_grad():
@@ -398,31 +377,6 @@ def test_a_capture_that_fails_is_told_and_leaves_eager_forwards(caplog):
         assert "0 forwards" in str(handle.report()) and "not_capturable: 3" in str(handle.report())
     told = [record.getMessage() for record in caplog.records if "graphs:" in record.getMessage()]
     assert len(told) == 3 and "FluxTransformer2DModel run eagerly" in told[0] and "not permitted" in told[0]
-
-
-def test_handles_come_and_go(flux):
-    pipe, draw = flux
-    sp.apply(pipe, options(graphs="auto"))
-    assert isinstance(pipe.transformer._compiled_call_impl, ModelGraphs)
-    sp.apply(pipe, options())  # which removes the first
-    assert pipe.transformer._compiled_call_impl is None
-    second = sp.apply(pipe, options(graphs="auto"))
-    pipe.transformer = copy.deepcopy(pipe.transformer)
-    assert pipe.transformer._compiled_call_impl is None
-    second.refresh()
-    assert isinstance(pipe.transformer._compiled_call_impl, ModelGraphs)
-    second.remove()
-    assert pipe.transformer._compiled_call_impl is None
-
-
-def test_compiled_models_have_no_graphs(flux):
-    pipe, draw = flux
-    pipe.transformer.compile(backend="eager")
-    handle = sp.apply(pipe, options(graphs="auto"))
-    assert pipe.transformer._compiled_call_impl is not None
-    assert "CUDA graphs" not in str(handle.report())
-    handle.remove()
-    torch._dynamo.reset()
 
 
 # --- on a GPU ---

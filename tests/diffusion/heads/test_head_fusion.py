@@ -58,8 +58,7 @@ def test_a_model_has_one_such_call_for_each_layer(name, linears):
         handle.new_run()
         first = model(**inputs, return_dict=False)[0]
         handle.new_run()
-        backend = passes_alone if linears == "none" else "inductor"
-        got, fused, attended = compiled(model, lambda run: run(**inputs, return_dict=False)[0], backend)
+        got, fused, attended = compiled(model, lambda run: run(**inputs, return_dict=False)[0])
     assert fused == attended > 0
     assert sqnr_db(got, first) > 60 and sqnr_db(eager, first) > 20
 
@@ -177,9 +176,9 @@ def test_angles_on_another_device_are_left_to_the_models_own_code(elsewhere):
 def test_exact_layers_keep_the_models_own_code():
     model, inputs = MODELS["flux"]()
     with torch.no_grad():
-        stock, *_ = compiled(model, lambda run: run(**inputs, return_dict=False)[0], "inductor")
+        stock, *_ = compiled(model, lambda run: run(**inputs, return_dict=False)[0])
         with sp.apply(model, sp.SageAttnProcessor(min_tokens=10**6)):
-            got, *found = compiled(model, lambda run: run(**inputs, return_dict=False)[0], "inductor")
+            got, *found = compiled(model, lambda run: run(**inputs, return_dict=False)[0])
     assert found == [0, 0] and torch.equal(got, stock)
 
 

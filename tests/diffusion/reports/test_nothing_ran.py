@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import logging
 
-import numpy as np
 import pytest
 import torch
 from rich.console import Console
 
 import sage_processors as sp
 from sage_processors.evaluation import quality
-from sage_processors.evaluation.side_by_side import side_by_side
 from tests.diffusion.steps.test_windows import denoise, flux_pipe, options
-from tests.examples.running import run
 from tests.support.tiny_models import MODELS
 
 
@@ -75,20 +72,6 @@ def test_P29_a_row_of_results_needs_a_call_that_ran(tmp_path):
     assert not (tmp_path / "results.csv").exists()
 
 
-def test_P29_tables_and_lines_say_so_instead_of_a_figure():
-    text = quality.in_words(NOTHING)
-    assert "no call ran in INT8" in text and "120" not in text and "1.000" not in text
-
-
-def test_P29_a_calibration_that_keeps_everything_says_so():
-    row = {"label": "kept", "cost": 1.0, "psnr_db": 120.0, "psnr_db_low": 120.0, "psnr_db_worst": 120.0}
-    row["int8_share"] = 0.0
-    console = Console(width=200, record=True)
-    sp.Calibration(options(), False, {"target_psnr": 200.0}, row, [row], []).print(console)
-    text = console.export_text()
-    assert "no call ran in INT8" in text and "120" not in text
-
-
 def test_P29_a_probe_without_an_int8_call_says_so():
     pipe, model, inputs = flux_pipe()
     console = Console(width=200, record=True)
@@ -96,19 +79,6 @@ def test_P29_a_probe_without_an_int8_call_says_so():
         denoise(pipe, model, inputs, steps=2)
         probe.print(console)
     assert console.export_text().strip() == "no call ran in INT8: nothing was compared"
-
-
-def test_P29_the_side_by_side_says_so():
-    sheets = [np.asarray(side_by_side(PICTURE, PICTURE, ["x"], 1, ran=ran)) for ran in (True, False)]
-    assert not np.array_equal(*sheets)
-
-
-def test_P29_an_example_says_so(tmp_path, monkeypatch, capsys):
-    made = sp.SageAttnProcessor
-    monkeypatch.setattr(sp, "SageAttnProcessor", lambda **kwargs: made(**kwargs | {"min_tokens": 100_000}))
-    run("text_to_image", monkeypatch, "--steps", 1, "--compare", "--output", tmp_path / "x.png")
-    text = capsys.readouterr().out
-    assert "no call ran in INT8" in text and "PSNR" not in text
 
 
 def test_P28_models_of_which_nothing_is_known_are_not_told_of(caplog):

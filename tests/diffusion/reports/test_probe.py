@@ -11,7 +11,7 @@ import torch.nn.functional as F
 import sage_kernels
 import sage_processors as sp
 from sage_processors.diffusion.calls import processors
-from sage_processors.diffusion.reports.probe import SLOTS, LayerProbe, _Shared, exact_rows
+from sage_processors.diffusion.reports.probe import exact_rows
 from tests.diffusion.steps.test_windows import flux_pipe, options
 from tests.diffusion.test_compile import denoise
 from tests.support.tiny_models import MODELS
@@ -46,29 +46,6 @@ def test_exact_rows_are_rows_of_exact_attention(mask, is_causal):
         q64, k64, v64, attn_mask=m64, is_causal=is_causal, scale=0.3, enable_gqa=True
     ).transpose(1, 2)
     torch.testing.assert_close(ours.double(), full.nan_to_num(0.0)[:, rows][:, :, heads], atol=2e-6, rtol=2e-5)
-
-
-# --- sums ---
-
-
-def test_layer_probe_sums_signal_and_noise_of_sampled_heads():
-    shared = _Shared(rows=5)
-    probe = LayerProbe(shared, 1, 3, "cpu")
-    q, k, v = qkv(heads=4, kv_heads=4)
-    exact = F.scaled_dot_product_attention(*(x.double().transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
-    out = exact.float() * (1 + 0.1 * torch.arange(4)[:, None])  # head h is off by h tenths
-    shared.slot("cpu").fill_(7)
-    for _ in range(2):
-        probe.compare(0, out, q, k, v, None, False, None)
-    sums = probe.sums[0]
-    assert sums[:7].abs().sum() == 0 and sums[8:].abs().sum() == 0
-    assert sums[7, :, 2].tolist() == [2 * 2 * 5] * 3
-    relative = (sums[7, :, 1] / sums[7, :, 0]).sqrt()
-    torch.testing.assert_close(relative, torch.tensor([0.0, 0.1, 0.2]).double(), atol=2e-6, rtol=0)  # heads 0, 1, 2
-    rows = torch.arange(5) * 37 // 5
-    torch.testing.assert_close(
-        sums[7, :, 0], 2 * exact[:, rows][:, :, [0, 1, 2]].square().sum((0, 1, 3)), rtol=1e-5, atol=0
-    )
 
 
 # --- in a model ---
@@ -141,29 +118,6 @@ def test_probe_of_a_raw_model_counts_every_call_as_step_0():
             assert {(row["step"], row["rows"]) for row in probe.data()} == {(0, 8)}
         with pytest.raises(ValueError, match="every: got 2 without a scheduler"):
             handle.probe(every=2)
-
-
-def test_steps_beyond_the_slots_share_the_last():
-    pipe, model, inputs = flux_pipe()
-    with sp.apply(pipe, options()) as handle, handle.probe(every=1) as probe:
-        probe.step_starts(SLOTS + 5)
-        with torch.no_grad():
-            model(**inputs)
-        assert {row["step"] for row in probe.data()} == {SLOTS - 1}
-
-
-def test_table_and_summary():
-    pipe, model, inputs = flux_pipe()
-    with sp.apply(pipe, options()) as handle, handle.probe(every=2, heads=2, rows=4) as probe:
-        denoise(pipe, model, inputs, steps=4)
-        table = probe.table()
-        assert [c.header for c in table.columns] == ["layer", "0", "2", "worst head"] and table.row_count == 2
-        (total,) = probe.summary()
-        data = probe.data()
-        assert total["noise"] == pytest.approx(sum(row["noise"] for row in data))
-        assert total["rows"] == sum(row["rows"] for row in data)
-        with pytest.raises(ValueError, match="by: got"):
-            probe.summary("channel")
 
 
 @pytest.mark.parametrize("option", ["every", "heads", "rows"])

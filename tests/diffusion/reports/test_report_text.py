@@ -17,7 +17,7 @@ from rich.console import Console
 import sage_processors as sp
 from sage_processors.diffusion.reports.report import Report
 from sage_processors.linears.report import LinearReport
-from sage_processors.reporting.layer_names import common_prefix, patterns
+from sage_processors.reporting.layer_names import patterns
 from sage_processors.reporting.layer_report import LayerReport
 from tests.support.tiny_pipelines import flux_pipe
 
@@ -110,12 +110,6 @@ def spelled(pattern: str) -> list[str]:
     return names
 
 
-def test_the_prefix_leaves_lists_and_last_pieces_whole():
-    assert common_prefix(FLUX) == "transformer" and common_prefix(SDXL) == "unet"
-    assert common_prefix(["model.layers.0.self_attn", "model.layers.1.self_attn"]) == "model"
-    assert common_prefix(["attn"]) == common_prefix([]) == common_prefix(["a.b", "c.b"]) == ""
-
-
 # --- the verdict ---
 
 
@@ -167,42 +161,6 @@ def test_a_report_of_a_large_model_is_short_and_fits_80_columns(names):
     assert all(piece in text for name in names for piece in name.split(".")[1:-1] if not piece.isdigit())
     prefix = names[0].partition(".")[0]
     assert f"{prefix}." not in text and text.count(f"layers of {prefix}") == 1
-
-
-def test_layers_of_other_calls_formats_or_reasons_have_lines_of_their_own():
-    rows = [row(f"m.b.{i}.attn") for i in range(6)]
-    rows[1] |= {"fallbacks": {"short": 2}}
-    rows[2] |= {"scaling": "per_block"}
-    rows[3] |= {"calls": 27}
-    said = printed(Report(rows), terminal=False)
-    names = [line.split()[0] for line in said if line.startswith(("b.", "  b."))]
-    assert names == ["b.0,4-5.attn", "b.1.attn", "b.2.attn", "b.3.attn"]
-    assert {"a: 5 layers active: qk_int8_pv_bf16, timestep", "b: 1 layer active: qk_int8_pv_bf16, per_block"} < set(
-        said
-    )
-    assert [line.split()[1] for line in said if line.startswith("b.")] == ["a", "a", "b", "a"]
-    assert any("b.1.attn" in line and "short 2" in line for line in said)
-
-
-def test_notes_are_said_once_with_their_layers_and_the_largest_number():
-    rows = [
-        row(f"m.b.{i}.attn", below_fraction=0.1 * i, note=f"{0.1 * i:.2g} of K's elements below plan" * (i > 0))
-        for i in range(3)
-    ]
-    rows[0] |= {"note": "the module is in training mode"}
-    remarks = Report(rows).remarks()
-    assert remarks == [
-        "the module is in training mode (1 of 3 layers: b.0.attn)",
-        "up to 0.2 of K's elements below plan (2 of 3 layers: b.1-2.attn)",
-    ]
-
-
-def test_numbers_of_a_line_are_those_of_its_layers():
-    rows = [row(f"m.b.{i}.attn", dynamic_calls=1 + i / 2, clipped_fraction=i / 8, bytes_saved=10**6) for i in range(3)]
-    (line,) = (line for line in printed(Report(rows), terminal=False) if line.startswith("b.0-2.attn"))
-    assert line.split() == ["b.0-2.attn", "28", "1-2", "0", "0.25", "3.0"]
-    (total,) = (line for line in printed(Report(rows), terminal=False) if line.startswith("total"))
-    assert total.split() == ["total", "84", "4.5", "0", "3.0"]
 
 
 def test_data_for_machines_has_no_number_that_json_can_not_say():

@@ -122,19 +122,6 @@ def test_scales_move_with_the_model():
     assert calls[0]["calls"] > 0 and all(row["calls"] == 0 for row in state.summary())
 
 
-def test_handles_without_scales_say_so(tmp_path):
-    path = tmp_path / "scales.safetensors"
-    model, _ = MODELS["flux"]()
-    with sp.apply(model, sp.SageAttnProcessor(scaling="per_block")) as handle:
-        for call in (handle.save_scales, handle.load_scales):
-            with pytest.raises(ValueError, match="got scaling='per_block'.*use SageAttnProcessor"):
-                call(path)
-    for call in (handle.save_scales, handle.load_scales):
-        with pytest.raises(RuntimeError, match="removed"):
-            call(path)
-    assert not path.exists()
-
-
 # --- Q01: another model's file ---
 
 

@@ -13,7 +13,6 @@ import sage_processors as sp
 from sage_processors.diffusion.steps.noise_level import noise_levels
 from sage_processors.diffusion.steps.windows import inside
 from tests.diffusion.test_compile import Pipe, compiled, denoise
-from tests.support.plans import calls_without_a_plan
 from tests.support.tiny_models import MODELS
 from tests.support.tiny_pipelines import sd_pipe
 
@@ -104,20 +103,6 @@ def test_P20_a_second_pipeline_is_followed_by_its_own_scheduler(order, window):
     assert type(other_scheduler) is diffusers.EulerAncestralDiscreteScheduler
 
 
-def test_P20_the_report_names_all_schedulers_that_are_followed():
-    pipe, _ = sd_pipe()
-    handle = pipe.set_attn_processor(options(scaling="timestep"))
-    assert "follows the pipeline's scheduler" in str(handle.report())
-    other = SD.from_pipe(pipe, scheduler=ddim())
-    assert "follows whichever steps of EulerDiscreteScheduler, DDIMScheduler" in str(handle.report())
-    draw(other, 4)
-    draw(pipe, 4)
-    report = handle.report()
-    assert report.calls == 8 * len(report.rows) and "unfollowed" not in str(report)
-    # planned from the second step on; a batch is two sequences, with and without the prompt
-    assert all(calls_without_a_plan(row, 2) <= 2 for row in report.rows), str(report)
-
-
 def test_P20_schedulers_of_pipelines_that_are_gone_are_not_kept():
     pipe, _ = sd_pipe()
     handle = pipe.set_attn_processor(options(keep={"first_steps": 2}))
@@ -129,16 +114,6 @@ def test_P20_schedulers_of_pipelines_that_are_gone_are_not_kept():
     assert "DDIM" not in str(handle.report()) and len(handle.following.followed) == 1
     draw(pipe, 4)
     assert handle.report().fallbacks["window"] == 4 * 2 * len(handle.report().rows)
-
-
-def test_P20_the_pipeline_of_the_swap_may_go_while_another_one_is_used():
-    pipe, _ = sd_pipe()
-    handle = pipe.set_attn_processor(options(keep={"first_steps": 2}))
-    pipe = SD.from_pipe(pipe, scheduler=ddim())
-    gc.collect()
-    draw(pipe, 5)
-    rows = handle.report().rows
-    assert all((row["calls"], row["fallbacks"]) == (3, {"window": 2}) for row in rows)
 
 
 def test_P20_a_run_inside_of_another_run_changes_nothing_there():
@@ -337,19 +312,6 @@ def test_P25_compiled_forwards_that_nobody_steps_are_counted(window):
         assert "4 forwards of transformer belong to no step" in str(report)
         rows = {(row["calls"], tuple(row["fallbacks"].items())) for row in report.rows}
         assert rows == ({(4, (("window", 6), ("unfollowed", 4)))} if window else {(14, ())})
-
-
-@pytest.mark.slow("compiles a model")
-def test_P25_forwards_inside_of_code_that_is_compiled_around_them_are_counted():
-    model, inputs = MODELS["flux"]()
-    pipe = Pipe(model, diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0))
-    other = Pipe(model, diffusers.FlowMatchEulerDiscreteScheduler())
-    with sp.apply(pipe, options(scaling="timestep")) as handle:
-        fast = torch.compile(lambda **inputs: model(**inputs), backend="aot_eager", fullgraph=True)
-        denoise(pipe, fast, inputs, steps=5)
-        assert handle._denoisers[0].forwards.strays == 0
-        denoise(other, fast, inputs, steps=4)
-        assert handle._denoisers[0].forwards.strays == 4
 
 
 # --- reset ---

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
-import pickle
 
 import pytest
 import torch
@@ -13,7 +11,6 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 import sage_processors as sp
 from sage_kernels.planning import row_maxima
 from sage_processors import options as config_module
-from sage_processors.calibration import policy_files as policy
 from sage_processors.diffusion.calls import processors
 from sage_processors.diffusion.steps.noise_level import noise_levels
 from sage_processors.diffusion.steps.windows import inside, stays_16bit
@@ -161,58 +158,6 @@ def test_a_layer_runs_its_own_recipe(scaling, monkeypatch):
 
 
 # --- copies, files, refusals ---
-
-
-CONFIG = sp.SageAttnProcessor(
-    recipe=FP8,
-    keep=sp.Keep(noise=[0.5, 1]),
-    layers={JOINT: {"recipe": BF16}, "*single*": {"keep_noise": [0, 0.25]}, "*": {"keep_noise": ()}},
-)
-
-
-def test_copies_and_files_keep_the_options_of_the_layers(tmp_path):
-    assert CONFIG.rules("keep_noise") == (("*single*", (0.0, 0.25)), ("*", ())) and CONFIG.keep.noise == (0.5, 1.0)
-    assert pickle.loads(pickle.dumps(CONFIG)) == CONFIG == copy.deepcopy(CONFIG) and hash(CONFIG)
-    policy.write_policy(tmp_path / "p.json", CONFIG, [], budget={}, result={}, curve=[])
-    read = sp.SageAttnProcessor.from_policy(tmp_path / "p.json")
-    assert read == CONFIG and hash(read) == hash(CONFIG)
-    policy.write_policy(tmp_path / "again.json", read, [], budget={}, result={}, curve=[])
-    assert (tmp_path / "again.json").read_bytes() == (tmp_path / "p.json").read_bytes()
-    pipe, model, inputs = flux_pipe()
-    with sp.apply(pipe, read):
-        twins = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
-    for twin in twins:
-        with torch.no_grad():
-            twin(**inputs)
-        own = [p._sage.config for p in twin.attn_processors.values()]
-        assert [c.recipe for c in own] == [BF16, FP8]
-        assert all(p._sage.window is None for p in twin.attn_processors.values())
-
-
-@pytest.mark.parametrize("version", [1, 3, 6])
-def test_policies_of_earlier_formats_are_refused(tmp_path, version):
-    path = tmp_path / "p.json"
-    policy.write_policy(path, CONFIG, [], budget={}, result={}, curve=[])
-    content = json.loads(path.read_text())
-    path.write_text(json.dumps(content | {"format_version": version, "options": {"keep_layers": []}}))
-    with pytest.raises(ValueError, match=f"format_version {version}, expected 8; write it again with .*calibrate"):
-        sp.SageAttnProcessor.from_policy(path)
-    del content["options"]["linears"]
-    path.write_text(json.dumps(content))  # the present format must have them
-    with pytest.raises(ValueError, match="options that differ in .'linears'"):
-        sp.SageAttnProcessor.from_policy(path)
-
-
-@pytest.mark.parametrize("own", [{"recipe": BF16}, {"keep_noise": (0, 0.5)}])
-def test_a_pattern_without_a_layer_is_refused(own):
-    with pytest.raises(ValueError, match="layers: got 'transformer.x', which matches no layer"):
-        sp.apply(flux_pipe()[0], options(layers={"transformer.x": own}))
-
-
-@pytest.mark.parametrize("wrong", [{"keep": {"noise": (0, 0.5)}}, {"layers": {"*": {"keep_noise": (0, 0.5)}}}])
-def test_ranges_need_a_scheduler(wrong):
-    with pytest.raises(ValueError, match=f"{next(iter(wrong))}.*: got .* for a model without a pipeline"):
-        sp.apply(flux_pipe()[1], options(**wrong))
 
 
 def test_as_many_ranges_as_a_compiled_model_has_room_for():
