@@ -24,7 +24,7 @@ from tiny_data import COLORS, SHAPES
 NAMES = ("tiny_flux", "tiny_sd")
 CLASSES = {"tiny_sd": "StableDiffusionPipeline", "tiny_flux": "FluxPipeline"}
 MAX_BYTES = 24_000_000
-STEPS = 8
+STEPS = 12
 PROMPTS = (("red", "circle", ""), ("yellow", "star", "black"), ("green", "square", "white"))  # "": not said
 
 
