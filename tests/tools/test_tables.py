@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from sage_kernels.facts.recipe import DEFAULT_RECIPE
 from sage_kernels.results import append_row, is_without_int8, read_rows
 from tests.support.repository import ROOT
 from tools.headline import FIGURES, figures_markdown
