@@ -52,6 +52,7 @@ class Denoiser:
 
     def __init__(self, name, model, config, handle):
         self.name, self.model, self.config, self._steps = name, model, config, handle.steps
+        self._start_compiling = handle.start_compiling
         self._lock = handle.lock
         take_out_leftovers(model, attention=True)
         self.layers: list[Layer] = []
@@ -110,6 +111,7 @@ class Denoiser:
                 self.model, linears=config.linears.format, layers=config.rules("linears"),
                 min_features=config.linears.min_features, drop_weights=config.linears.drop_weights,
                 on_unsupported=config.on_unsupported, name=self.name,
+                on_chosen=lambda swap: self._start_compiling(self, swap),
             )  # fmt: skip
             has_gpu, is_chosen = torch.cuda.is_available(), config.preset is not None
             if is_chosen and self.graphs is None and has_gpu and not is_measured(torch.device("cuda")):

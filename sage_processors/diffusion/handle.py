@@ -13,7 +13,7 @@ from torch import nn
 
 from sage_kernels.planning.rules import FROM_TABLE
 
-from ..linears.swap import swap_of
+from ..linears.swap import LinearSwap, swap_of
 from ..options import HANDED_IN, SageAttnProcessor
 from .auto_rotation import AutoRotation
 from .checks import check_swapped, refuse_bare_options, warn_of_idle_layers
@@ -74,6 +74,10 @@ class Handle:
         except Exception:
             self.remove()  # leave nothing half swapped
             raise
+
+    def start_compiling(self, denoiser: Denoiser, linears: LinearSwap) -> None:
+        """Compile a denoiser's kernels in the background while its 8-bit weights are made."""
+        self._kernels.swapped(denoiser, linears)
 
     def report(self) -> Report:
         """Report per layer the recipe, scaling, calls, 16-bit calls with reasons, and clipped fraction. Syncs.

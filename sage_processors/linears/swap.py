@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -46,22 +46,15 @@ class LinearSwap:
         gated: as in `quantize_linears`. measured: {name of a layer: its balance [K]}.
         ready: {name of a layer: (8-bit weight, balance [K] or None)}, if 8-bit weights are there already. It is empty
             afterwards. The 16-bit weights need not be there and are dropped.
+        on_chosen: called with this swap once it has its layers, before their 8-bit weights are made.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        *,
-        linears: str,
-        layers: tuple[tuple[str, str], ...] = (),
-        min_features: int | None = None,
-        on_unsupported: str = "fallback",
-        name: str = "",
-        drop_weights: bool = False,
-        gated: str = "8bit",
-        measured: dict[str, Any] | None = None,
-        ready: dict[str, Any] | None = None,
-    ) -> None:
+        self, model: nn.Module, *, linears: str, layers: tuple[tuple[str, str], ...] = (),
+        min_features: int | None = None, on_unsupported: str = "fallback", name: str = "", drop_weights: bool = False,
+        gated: str = "8bit", measured: dict[str, Any] | None = None, ready: dict[str, Any] | None = None,
+        on_chosen: Callable[[LinearSwap], None] = lambda swap: None,
+    ) -> None:  # fmt: skip
         self.model, self.name, self.drop_weights, self._drops_next = model, name, False, drop_weights
         self._options = dict[str, Any](linears=linears, layers=layers, min_features=min_features, gated=gated)
         self._measured = measured or {}
@@ -82,7 +75,9 @@ class LinearSwap:
         take_out_leftovers(model, attention=False)
         try:
             self._take_from_others(found)
-            self.refresh(ready)
+            self._swap_chosen()
+            on_chosen(self)
+            self._fill(ready)
             hook = PrepareHook(self._shared, self)
             self._hooks.append(model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True))
             if not is_swapped(model):  # a layer that was swapped alone is a part of what calls it
@@ -101,7 +96,7 @@ class LinearSwap:
         """Names of all linear layers, swapped or not. Patterns of options are matched with them."""
         return [choice.name for choice in self.choices]
 
-    def refresh(self, ready: dict[str, Any] | None = None) -> None:
+    def refresh(self) -> None:
         """Swap new layers (LoRA, fused projections, new blocks) and compare the numbers of all weights.
 
         Only this notices a weight that was written to through `.data` of a tensor from model.parameters().
@@ -110,6 +105,9 @@ class LinearSwap:
         if not self._active:
             raise RuntimeError("swap: got one that was removed, expected a live one; call quantize_linears again")
         self._swap_chosen()
+        self._fill()
+
+    def _fill(self, ready: dict[str, Any] | None = None) -> None:
         if ready is not None:
             share_known([m for m, _ in self._states.values()], [ready[s.label][1] for _, s in self._states.values()])
         for module, state in self._states.values():

@@ -8,42 +8,19 @@ import itertools
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import sage_processors as sp
-from sage_kernels.ops import decode
 from sage_processors.language.kv_layers import Int8Layer
 from sage_processors.language.kv_static_layers import Int8StaticSlidingLayer
 from sage_processors.language.quantized_kv import QuantizedKV, attend
 from tests.language.tiny_cache_models import BUFFERS, HEAD_DIM, HEADS, states
+from tests.support.out_of_memory import OutOfMemory
 from tests.support.tiny_language_models import MODELS
 
 
 MOST_ALLOCATIONS = 500
 CAPACITY = {"growing": None, "static": 96}
 SLIDING, FULL = 0, 1  # layers of the model
-
-
-class OutOfMemory(TorchDispatchMode):
-    """Raises at the n-th allocation, also of those inside our op."""
-
-    def __init__(self, n: int):
-        super().__init__()
-        self.left = n
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.sage_kernels.append_kv.default:
-            with self:
-                return decode._append(*args)
-        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
-        result = func(*args, **(kwargs or {}))
-        made = [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
-        if any(x.untyped_storage()._cdata not in given for x in made):
-            self.left -= 1
-            if self.left == 0:
-                raise torch.OutOfMemoryError("injected")
-        return result
 
 
 @functools.cache

@@ -7,6 +7,8 @@ is made before its kernels are ready waits for them. Compiled kernels stay in Tr
 from __future__ import annotations
 
 import functools
+import importlib
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
@@ -18,6 +20,22 @@ from ..facts.recipe import DEFAULT_RECIPE, GATED, RECIPES
 from ..facts.state import new_head_state
 from .skip_state import new_skip_state
 
+
+logger = logging.getLogger("sage_kernels")
+
+# The kernels that come compiled, in the order in which `usual_jobs` of the tests launches them
+_KEYED = (
+    ("prologue.prologue", "_prologue_kernel"),
+    ("attention.hopper.kernel", "attention_fwd_hopper_kernel"),
+    ("prologue.pre_balance", "_pre_balance_kernel"),
+    ("prologue.rotate", "_rotate_kernel"),
+    ("heads.qk_norm_rope", "_qk_norm_rope_kernel"),
+    ("prologue.plan_step", "_plan_step_kernel"),
+    ("linear.quantize_rows", "_quantize_rows_kernel"),
+    ("linear.hopper.kernel", "linear_hopper_kernel"),
+    ("linear.matmul", "_add_parts_kernel"),
+    ("linear.quantize_weight", "_quantize_weight_kernel"),
+)
 
 # Calls of up to 8,191 keys and longer ones have different kernels (query_slice, _triton/attention/tiles.py).
 SHORT, LONG = 4096, 8192
@@ -68,6 +86,27 @@ class HeadsKind(NamedTuple):
     weight_dtype: torch.dtype | None
     complex_angles: bool
     pairs: bool
+
+
+@functools.cache
+def settle_keys() -> None:
+    """Give the kernels that come compiled the keys by which Triton knows them, in one order. Needs no GPU.
+
+    Each op calls it before its first launch. Before Triton 3.9 the key of a kernel depends on which functions that it
+    calls have a key already, and so on what a process launched before. Compiled code would not be found then, in the
+    archives as in Triton's own cache.
+    """
+    from .._triton import compat
+
+    package = compat.__name__.rpartition(".")[0]
+    for module, name in _KEYED:
+        if "hopper" in module and not compat.has_gluon():
+            continue
+        try:
+            kernel = getattr(importlib.import_module(f"{package}.{module}"), name)
+            getattr(kernel, "cache_key", None)  # Triton's interpreter has none
+        except Exception as error:  # the launch that needs the kernel meets it again, and raises
+            logger.debug("%s has no key: %s", name, error)
 
 
 def heads_call(kind: HeadsKind, device: torch.device) -> Callable:
@@ -148,6 +187,7 @@ def compile_ahead(kinds: Iterable[CallKind], device: torch.device, others: Itera
     """
     from .._triton import launch
 
+    settle_keys()
     first, later = [], []
     for kind in kinds:
         calls = list(_calls(kind, device))

@@ -67,10 +67,13 @@ class KernelsAhead:
         # denoiser -> forwards seen, up to FORWARDS
         self._forwards: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
-    def swapped(self, denoiser) -> None:
-        """Start compiling for a denoiser with newly swapped layers."""
+    def swapped(self, denoiser, linears=None) -> None:
+        """Start compiling for a denoiser with newly swapped layers.
+
+        linears: its LinearSwap, if the denoiser does not have it yet.
+        """
         self._forwards[denoiser] = 0
-        self._start(denoiser)
+        self._start(denoiser, linears)
 
     def before_forward(self, denoiser) -> None:
         """Start compiling at the first forwards of a denoiser.
@@ -82,7 +85,7 @@ class KernelsAhead:
             self._forwards[denoiser] = seen + 1
             self._start(denoiser)
 
-    def _start(self, denoiser) -> None:
+    def _start(self, denoiser, linears=None) -> None:
         if not _on_a_gpu(denoiser):
             return
         try:
@@ -90,7 +93,7 @@ class KernelsAhead:
             kinds = call_kinds(denoiser, denoiser.device, only_seen=bool(known))
             if len({kind.head_dim for kind in kinds}) > 1 and not known:
                 return  # heads of several head_dims: the first forward tells which of them run in INT8
-            _compile(denoiser, kinds, denoiser.device, only_seen=bool(known))
+            _compile(denoiser, kinds, denoiser.device, only_seen=bool(known), linears=linears)
         except Exception as error:  # the call that needs the kernel will raise the error itself
             logger.debug("kernels are compiled when they are called for: %s", error)
 
@@ -158,13 +161,14 @@ def heads_kinds(denoiser, device: torch.device, *, only_seen: bool = False) -> l
     return list(dict.fromkeys(found))
 
 
-def linear_kinds(denoiser) -> list[LinearKind]:
+def linear_kinds(denoiser, linears=None) -> list[LinearKind]:
     """Return the kinds of 8-bit linear layers of a denoiser, with the usual norms and activations.
 
     A norm as wide as the input is assumed to come before, an activation of the model after a layer that widens, and a
-    gate and a residual after one whose result is as wide as a norm.
+    gate and a residual after one whose result is as wide as a norm. linears: a LinearSwap; by default the denoiser's.
     """
-    if denoiser.linears is None:
+    linears = linears or denoiser.linears
+    if linears is None:
         return []
     modules = list(denoiser.model.modules())
     norms: dict[int | None, set[str]] = {}
@@ -173,7 +177,7 @@ def linear_kinds(denoiser) -> list[LinearKind]:
             norms.setdefault(norm_width(module), set()).add(module._sage.kind)
     activations = {name for name in map(_activation, modules) if name}
     found = []
-    for state in denoiser.linears.states():
+    for state in linears.states():
         if state.format not in CODE_TYPES:
             continue  # its weight alone is in 8 bit
         module = state.storage.modules[state.index]
@@ -251,10 +255,10 @@ def _dtype_of(module) -> torch.dtype:
     return next((p.dtype for p in module.parameters() if p.dtype in _DTYPES), torch.bfloat16)
 
 
-def _compile(denoiser, kinds, device: torch.device, only_seen: bool = False):
+def _compile(denoiser, kinds, device: torch.device, only_seen: bool = False, linears=None):
     """Start compiling for these calls, the heads in front of them, and the end of a step."""
     others: list[Any] = [heads_call(kind, device) for kind in heads_kinds(denoiser, device, only_seen=only_seen)]
     if not only_seen:
-        others += [call for kind in linear_kinds(denoiser) for call in linear_calls(kind, device)]
+        others += [call for kind in linear_kinds(denoiser, linears) for call in linear_calls(kind, device)]
     closing = None if denoiser.state is None else closing_call(denoiser.state, device)
     return compile_ahead(kinds, device, others + ([] if closing is None else [closing]))

@@ -16,6 +16,7 @@ from sage_kernels import qk_norm_rope  # noqa: E402
 from sage_kernels.ops.warm_up import LONG, SHORT, CallKind, LinearKind, heads_call  # noqa: E402
 from sage_processors.diffusion.reports import warm_up  # noqa: E402
 from sage_processors.diffusion.reports.warm_up import call_kinds, heads_kinds, linear_kinds  # noqa: E402
+from sage_processors.linears.weights.linear_state import LinearState  # noqa: E402
 from tests.support.tiny_models import MODELS  # noqa: E402
 
 
@@ -57,6 +58,24 @@ def started(monkeypatch):
     monkeypatch.setattr(warm_up, "_on_a_gpu", lambda denoiser: True)
     monkeypatch.setattr(warm_up, "closing_call", lambda state, device: None)
     return calls
+
+
+def test_kernels_of_a_preset_compile_while_its_weights_are_made(monkeypatch):
+    """Those of linear layers, too: all are under way before the first weight is quantised."""
+    seen, own = [], LinearState.prepare
+    monkeypatch.setattr(warm_up, "_on_a_gpu", lambda denoiser: True)
+    monkeypatch.setattr(warm_up, "closing_call", lambda state, device: None)
+    monkeypatch.setattr(
+        warm_up, "compile_ahead", lambda kinds, device, others: seen.append((len(kinds), len(others))) or Started()
+    )
+    monkeypatch.setattr(LinearState, "prepare", lambda *args: seen.append("weight") or own(*args))
+    model, _ = MODELS["flux"]()
+    linears = sp.Linears("int8", min_features=0)
+    with sp.apply(model, sp.SageAttnProcessor(min_tokens=1, linears=linears)) as handle:
+        first, last = seen[0], seen[-1]
+        assert "weight" not in (first, last) and first == last and "weight" in seen
+        heads = len(heads_kinds(handle._denoisers[0], CUDA))
+        assert first[0] > 0 and first[1] == heads + 2 * len(linear_kinds(handle._denoisers[0])) > heads
 
 
 @pytest.mark.parametrize("recipe", ["qk_int8_pv_bf16", FP8])

@@ -71,6 +71,44 @@ def test_there_are_some_for_both_ends_of_the_versions_of_triton_and_all_of_one_s
     )
 
 
+# whatever is launched first: keys of kernels that were asked for in the opposite order
+OTHER_ORDER = """
+import importlib
+import torch
+from sage_kernels.ops import linear, warm_up
+from tests.support import recording_driver
+
+class Launched(Exception):
+    pass
+
+def launch(*_, **__):
+    raise Launched
+
+recording_driver.install()
+linear._has_kernel_for_weights = lambda device, format: True
+from sage_kernels._triton.linear import quantize_weight
+own, quantize_weight.launch = quantize_weight.launch, launch
+try:
+    linear.quantize_weight(torch.ones(16, 16))
+    raise AssertionError("not launched")
+except Launched:
+    quantize_weight.launch = own
+for place, name in reversed(warm_up._KEYED):
+    getattr(importlib.import_module(f"sage_kernels._triton.{place}"), name).cache_key
+"""
+
+
+def test_their_keys_do_not_depend_on_what_is_launched_first(tmp_path):
+    """Triton's keys do: without `settle_keys` this finds none of several kernels in the archive."""
+    wanted = []
+    for name, script in (("usual", KEYS), ("other", OTHER_ORDER + KEYS)):
+        (tmp_path / name).mkdir()
+        done = run(script, tmp_path / name)
+        assert done.returncode == 0, done.stderr[-3000:]
+        wanted.append(set(done.stdout.split()))
+    assert wanted[0] == wanted[1]
+
+
 # one small kernel, as it is prebuilt and as it is compiled, and whatever may be wrong with an archive
 TAKEN = """
 import hashlib, json, logging, os, shutil, sys, tempfile, zipfile
