@@ -1,8 +1,8 @@
 """Balances of norms' outputs, measured on a run of the model.
 
 Some channels of a norm's output are many times larger than the others in every token. Weights tell of few of them. One
-run does: a channel's factor is the square root of its size over the size of the weights' column, which
-makes the product of both errors least. Layers behind attention or an activation are left out: what is large there
+run does: a channel's factor is its size to the power of SHARE over that of the weights' column to the power of
+1 - SHARE. Layers behind attention or an activation are left out: what is large there
 changes from text to text.
 """
 
@@ -17,8 +17,12 @@ from torch import nn
 from .balance import column_norms
 from .postponed.norm_layers import norm_width
 from .weights.layers import linear_layers
+from .weights.linear_state import linear_state
 
 
+# A half makes the product of both errors least. Those of weights count for more: they are the same in every token, and
+# in decoding, where activations stay in 16 bit, they are all that there is.
+SHARE = 0.45
 MOST = 10.0  # largest exponent of a factor, in powers of two: fp16 holds activations times it
 
 
@@ -65,10 +69,19 @@ def measured_balances(model: nn.Module, run: Callable[[], object]) -> dict[str, 
             hook.remove()
     found: dict[str, torch.Tensor] = {}
     for read in reads.values():
-        weights: list[Any] = [layers[name].weight.detach() for name in read.names]
+        weights: list[Any] = [_weight_of(layers[name]) for name in read.names]
         vector = _vector(read.squares, [weight for weight in weights if not weight.is_meta])
         found |= dict.fromkeys(read.names, vector) if vector is not None else {}
     return found
+
+
+def _weight_of(module: Any) -> torch.Tensor:
+    """Return the weight [N, K] of a linear layer, dequantised if the 16-bit one was dropped."""
+    state = linear_state(module)
+    if state is None or not state.dropped:
+        return module.weight.detach()
+    balance = None if state.balance is None else state.balance.vector
+    return state.storage.dequantized(state.index, torch.bfloat16, balance)
 
 
 def _vector(squares: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tensor | None:
@@ -77,6 +90,6 @@ def _vector(squares: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tensor 
         return None
     columns = torch.stack([column_norms(weight).square() for weight in weights]).sum(0)
     sizes = squares.clamp_min(squares.amax() * 2.0**-40), columns.clamp_min(columns.amax() * 2.0**-40)
-    exponents = (sizes[0].log2() - sizes[1].log2()) / 4
+    exponents = (SHARE * sizes[0].log2() - (1 - SHARE) * sizes[1].log2()) / 2
     exponents = (exponents - exponents.median()).round().clamp(-MOST, MOST)
     return torch.exp2(-exponents) if exponents.isfinite().all() and exponents.any() else None

@@ -109,14 +109,8 @@ def _in_16_bit(module, base, x):
             return F.linear(x, parameters["weight"], parameters["bias"])
         return base.forward(module, x)
     with state.shared.lock:
-        storage = state.storage
-        codes, scale = storage.rows_of(state.index, state.index)
-    weight = codes.to(torch.float32) * scale[:, None]
-    if storage.in_turns and len(storage.modules) == 1:
-        weight = storage.turned_back(weight.t()).t()
-    if state.balance is not None:
-        weight = weight * state.balance.vector.to(weight.device)
-    weight = weight.to(x.dtype)
+        balance = None if state.balance is None else state.balance.vector
+        weight = state.storage.dequantized(state.index, x.dtype, balance)
     if base.forward is not FORWARD:
         return call_replaced(base, module, weight, x)
     return F.linear(x, weight, module._parameters.get("bias"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
-from typing import Any
+from typing import Any, Literal
 
 from ..files.strict_json import strict_object
 from ..option_checks import one_of, whole, with_known_options
@@ -13,7 +13,8 @@ from ..option_groups import LINEARS, LayerOptions, LinearFormat
 from ..version import __version__
 
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # 1 had no "gated", and its layers ran as with "8bit"
+Gated = Literal["8bit", "16bit"]
 STORED = (*LINEARS[1:], "int8_weights")  # formats of single layers in a folder
 _SAVE_AGAIN = "load the 16-bit model with sp.SageConfig and save it again"
 _FIELDS = {
@@ -47,6 +48,9 @@ class SageConfig:
             first match counts, also for protected and small layers. Patterns are fnmatch patterns of the names in the
             model that is loaded.
         min_features: as in `Linears`.
+        gated: "16bit": layers behind a gated activation, such as SwiGLU's down_proj, keep activations in 16 bit in
+            calls of many rows, unless `layers` names them. "8bit": they run as all others. None: "16bit" in models of
+            transformers, as in `sage_processors.apply`, and "8bit" in those of diffusers.
     Attributes:
         modules: {name: format} of the layers that are in 8 bit, once a model is loaded. balanced: names of those whose
             input has a balance.
@@ -61,14 +65,17 @@ class SageConfig:
         *,
         layers: Mapping[str, LinearFormat | LayerOptions] | Sequence[tuple[str, LinearFormat]] = (),
         min_features: int | None = None,
+        gated: Gated | None = None,
     ) -> None:
         one_of("format", format, LINEARS)
         if isinstance(layers, str) or not isinstance(layers, Iterable):
             raise TypeError(f"layers: got {layers!r}, expected {{name pattern: format}}")
         if min_features is not None:
             whole("min_features", min_features, 0)
+        if gated is not None:
+            one_of("gated", gated, ("8bit", "16bit"))
         pairs = layers.items() if isinstance(layers, Mapping) else layers
-        self.format, self.min_features = format, min_features
+        self.format, self.min_features, self.gated = format, min_features, gated
         self.layers = tuple(_rule(pair) for pair in pairs)
         self.modules: dict[str, str] = {}
         self.balanced: list[str] = []
@@ -82,10 +89,15 @@ class SageConfig:
                 f"quantization_config: got format_version {version}, expected at most {FORMAT_VERSION}; install "
                 f"sage_processors {str(values.get('package_version'))[:40]}, which wrote the folder, or a newer one"
             )
-        fields = _FIELDS | {"min_features": type(values.get("min_features"))}  # the constructor checks it
+        if version == 1:
+            values = values | {"gated": "8bit"}
+        fields = _FIELDS | {name: type(values.get(name)) for name in ("min_features", "gated")}  # checked below
         strict_object(values, fields, "quantization_config", _SAVE_AGAIN)
         made = cls(
-            values["format"], layers=[tuple(pair) for pair in values["layers"]], min_features=values["min_features"]
+            values["format"],
+            layers=[tuple(pair) for pair in values["layers"]],
+            min_features=values["min_features"],
+            gated=values["gated"],
         )
         for name, format in values["modules"].items():
             if format not in STORED:
@@ -111,6 +123,7 @@ class SageConfig:
             "format": self.format,
             "layers": [list(pair) for pair in self.layers],
             "min_features": self.min_features,
+            "gated": self.gated,
             "modules": dict(self.modules),
             "balanced": list(self.balanced),
         }
@@ -124,7 +137,8 @@ class SageConfig:
     def __repr__(self) -> str:
         rules = f", layers={dict(self.layers)}" if self.layers else ""
         least = "" if self.min_features is None else f", min_features={self.min_features}"
-        return f"SageConfig({self.format!r}{rules}{least})"
+        gated = "" if self.gated is None else f", gated={self.gated!r}"
+        return f"SageConfig({self.format!r}{rules}{least}{gated})"
 
 
 def _rule(pair: Any) -> tuple[str, str]:

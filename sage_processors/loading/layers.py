@@ -15,7 +15,7 @@ from ..linears.balance import MOST, weight_on_hand
 from ..linears.swap import LinearSwap
 from ..linears.swap_checks import checked_options
 from ..linears.weights.layers import WEIGHT_ONLY, choose, linear_layers
-from .config import SageConfig
+from .config import Gated, SageConfig
 
 
 CODES = {**CODE_TYPES, WEIGHT_ONLY: torch.int8}
@@ -26,16 +26,19 @@ LARGEST = 2.0**40
 class QuantizedHere:
     """Linear layers with 16-bit weights that arrive one by one, quantised once their neighbours are there.
 
-    Args: model: on the meta device; its layers are swapped. config: SageConfig of this model.
+    Args: model: on the meta device; its layers are swapped. config: SageConfig of this model. gated: config's, if it
+        has none.
     Raises: ValueError for a model without a layer to quantise, or a pattern that matches none.
     """
 
-    def __init__(self, model: nn.Module, config: SageConfig) -> None:
+    def __init__(self, model: nn.Module, config: SageConfig, gated: Gated = "8bit") -> None:
         self.config = config
+        gated = config.gated or gated
         options: dict[str, Any] = {
             "linears": config.format,
             "layers": config.layers,
             "min_features": config.min_features,
+            "gated": gated,
         }
         names = [name for name, _ in linear_layers(model)]
         checked_options(names, config.format, config.layers, config.min_features, "fallback", True)
@@ -48,6 +51,7 @@ class QuantizedHere:
                 f"{why or 'none'}), expected at least one; lower min_features, name layers in `layers`, or leave "
                 "quantization_config out"
             )
+        config.gated = gated
         self.swap = LinearSwap(model, drop_weights=True, **options)
         self.swap.drop()  # swaps layers with one row per sample too; weights on the meta device are made later
         self.swap._shared.saving = "placeholder"
@@ -85,7 +89,7 @@ class QuantizedHere:
         self._quantise(left)
         for state in self.swap.states():
             state.storage.be_persistent(False)
-        return _loaded(self.swap, self.config)
+        return noted(self.swap, self.config)
 
 
 class ReadyMade:
@@ -134,10 +138,16 @@ class ReadyMade:
         formats = tuple(self.config.modules.items())
         swap = LinearSwap(self.model, linears="none", layers=formats, ready=ready)
         swap.drop_weights = True
-        return _loaded(swap, self.config)
+        if self.config.gated == "16bit":
+            options: dict[str, Any] = {"linears": self.config.format, "layers": self.config.layers}
+            chosen = choose(self.model, label=str, min_features=self.config.min_features, gated="16bit", **options)
+            gated = {choice.name for choice in chosen if choice.is_gated}
+            for state in swap.states():
+                state.is_gated = state.label in gated
+        return noted(swap, self.config)
 
 
-def _loaded(swap: LinearSwap, config: SageConfig) -> LinearSwap:
+def noted(swap: LinearSwap, config: SageConfig) -> LinearSwap:
     """Note in swap and config which layers are in 8 bit, for processors and for saving."""
     swap._shared.saving, swap.loaded = "codes", (config.format, config.min_features)
     states = [state for state in swap.states() if state.dropped]
@@ -159,9 +169,10 @@ def _check_values(name: str, rows: QuantizedRows, balance: torch.Tensor | None) 
             f"files: got codes or scales of layer {name!r} that no weight has, expected positive scales of weights up "
             "to 2^40 and codes of at most 127 either way; save the model again"
         )
-    if balance is not None and not ((balance >= 2.0**-MOST) & (balance <= 1)).all():
+    if balance is not None and not ((balance >= 2.0**-MOST) & (balance <= 2.0**MOST)).all():
         raise ValueError(
-            f"files: got a balance of layer {name!r} that no layer has, expected numbers from 2^-{MOST:.0f} to 1; "
+            f"files: got a balance of layer {name!r} that no layer has, expected numbers from 2^-{MOST:.0f} to "
+            f"2^{MOST:.0f}; "
             "save the model again"
         )
 

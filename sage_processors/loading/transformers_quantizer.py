@@ -9,7 +9,8 @@ from transformers.quantizers.base import HfQuantizer
 
 from .config import SageConfig
 from .files import check_files
-from .layers import QuantizedHere, ReadyMade, need_accelerate, refuse_offload
+from .layers import QuantizedHere, ReadyMade, need_accelerate, noted, refuse_offload
+from .measured import balance_by_run
 
 
 OFFLOAD = "accelerate.cpu_offload_with_hook(model)"
@@ -25,6 +26,7 @@ class SageQuantizer(HfQuantizer):
     def __init__(self, quantization_config: SageConfig, **options: Any) -> None:
         super().__init__(quantization_config.of_model(), **options)
         self._layers: Any = None
+        self._files: list[Any] = []
 
     def validate_environment(self, *args: Any, device_map: Any = None, **options: Any) -> None:
         """Refuse what can't be loaded before anything is read. Raises: ImportError, ValueError."""
@@ -44,14 +46,20 @@ class SageQuantizer(HfQuantizer):
         return _Put(self._layers)
 
     def _process_model_before_weight_loading(self, model: Any, checkpoint_files: Any = None, **options: Any) -> None:
-        kind = ReadyMade if self.pre_quantized else QuantizedHere
-        self._layers = kind(model, self.quantization_config)
-        check_files(checkpoint_files or [], self._layers.expected if self.pre_quantized else {})
+        if self.pre_quantized:
+            self._layers = ReadyMade(model, self.quantization_config)
+        else:
+            self._layers = QuantizedHere(model, self.quantization_config, "16bit")
+        self._files = list(checkpoint_files or [])
+        check_files(self._files, self._layers.expected if self.pre_quantized else {})
 
     def _process_model_after_weight_loading(self, model: Any, **options: Any) -> Any:
         refuse_offload(getattr(model, "hf_device_map", None), OFFLOAD)
-        self._layers.finish()
-        self._layers = None
+        swap = self._layers.finish()
+        if not self.pre_quantized:
+            balance_by_run(swap, self._files)
+            noted(swap, self.quantization_config)
+        self._layers, self._files = None, []
         model.config.quantization_config = self.quantization_config
         return model
 

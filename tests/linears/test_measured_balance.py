@@ -125,14 +125,23 @@ def test_prompts_run_in_16_bit_behind_a_gate_and_few_rows_do_not(monkeypatch):
 
 
 @pytest.mark.parametrize("way", ["rule", "dropped", "strict"])
-def test_a_rule_or_a_dropped_weight_ends_it_and_strictness_does_not(way):
+def test_a_rule_ends_it_and_a_dropped_weight_or_strictness_does_not(way):
     model, inputs = MODELS["llama"]()
+    stock = logits(model, inputs)
     options = {"rule": {"layers": {"*.down_proj": {"linears": "int8"}}}, "strict": {"on_unsupported": "raise"}}
     linears = sp.Linears("int8", min_features=1, drop_weights=way == "dropped")
     handle = sp.apply(model, sp.SageAttnProcessor(linears=linears, recipe="16bit", **options.get(way, {})))
-    logits(model, inputs)
+    found = logits(model, inputs)
     rows = [row for row in handle.report().linears.rows if row["layer"].endswith("down_proj")]
-    assert {row["calls"] for row in rows} == {0 if way == "strict" else 1}
+    assert {row["calls"] for row in rows} == {1 if way == "rule" else 0}
+    if way == "dropped":  # the 8-bit weight, by 16-bit rows
+        for layer in model.model.layers:
+            state = layer.mlp.down_proj._sage
+            codes, scale = state.storage.plain_rows(state.index)
+            assert torch.equal(state.storage.dequantized(state.index, torch.float32, None), codes * scale[:, None])
+    else:
+        handle.remove()
+    assert relative_error(found, stock) < 0.05
 
 
 def test_balanced_rows_of_few_row_calls_have_the_bits_of_a_norm_times_its_balance(hard, monkeypatch):

@@ -60,7 +60,7 @@ def in_16_bit(tensors, name):
 DAMAGES = {
     "newer": (
         config_of(lambda c, n: c.update(format_version=9)),
-        "format_version 9, expected at most 1; install .* newer one",
+        "format_version 9, expected at most 2; install .* newer one",
     ),
     "more": (config_of(lambda c, n: c.update(more=1)), "unknown keys .'more'"),
     "format": (config_of(lambda c, n: c["modules"].update({n: "int4"})), "got format 'int4' of layer"),

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 import sage_processors as sp
 from sage_processors.evaluation.hard_linears import inject_channel_outliers
 from sage_processors.linears.swap import swap_of
+from sage_processors.loading import measured
 from tests.support.tiny_models import MODELS
 
 
@@ -60,7 +61,8 @@ def test_loaded_saved_and_loaded_again_are_the_bits_of_the_swap(stock, format, t
     config = sp.SageConfig(format, min_features=0)
     loaded = kind.from_pretrained(folder, quantization_config=config)
     with torch.no_grad():
-        sp.quantize_linears(model, format, min_features=0, drop_weights=True)
+        gated = "16bit" if isinstance(model, PreTrainedModel) else "8bit"
+        sp.quantize_linears(model, format, min_features=0, drop_weights=True, gated=gated)
     same(layers_of(loaded), layers_of(model))
     expected = run(model, inputs)
     torch.testing.assert_close(run(loaded, inputs), expected)
@@ -110,3 +112,78 @@ def test_balances_are_shared_and_saved(tmp_path):
     assert torch.equal(run(again, inputs), run(loaded, inputs))
     known = [{id(s.balance) for s in swap_of(m).states() if s.balance is not None} for m in (model, loaded, again)]
     assert len({len(ids) for ids in known}) == 1 and known[0]
+
+
+# --- what language models get beside that ---
+
+
+@pytest.fixture
+def hard(tmp_path):
+    """(folder, model, inputs) of a llama with channels of its norms' outputs that are 64 times larger."""
+    model, inputs = llama()
+    for layer in model.model.layers:
+        for norm, part in ((layer.input_layernorm, layer.self_attn), (layer.post_attention_layernorm, layer.mlp)):
+            norm.weight.data[3::5] *= 64
+            for name, module in part.named_children():
+                if name in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"):
+                    module.weight.data[:, 3::5] /= 64
+    model.save_pretrained(tmp_path / "hard", max_shard_size=sum(p.nbytes for p in model.parameters()) // 3)
+    return tmp_path / "hard", model, inputs
+
+
+def balances_of(model):
+    return {s.label: s.balance.vector for s in swap_of(model).states() if s.balance is not None}
+
+
+def test_a_language_model_is_balanced_by_a_run_and_gated_as_apply_does_it(hard, tmp_path):
+    folder, model, inputs = hard
+    loaded = type(model).from_pretrained(folder, quantization_config=sp.SageConfig("int8", min_features=0))
+    assert {row["calls"] for row in swap_of(loaded).report().rows} == {0}  # the run is counted nowhere
+    saved = (loaded.save_pretrained(tmp_path / "small"), type(model).from_pretrained(tmp_path / "small"))[1]
+    stock = run(model, inputs)
+    sp.apply(model, sp.SageAttnProcessor(linears=sp.Linears("int8", min_features=0), recipe="16bit"))
+    assert len(balances_of(model)) == 10
+    for other in (loaded, saved):
+        same(layers_of(other), layers_of(model))
+        assert balances_of(other).keys() == balances_of(model).keys()
+        assert all(torch.equal(x, balances_of(model)[name]) for name, x in balances_of(other).items())
+        assert (run(other, inputs) - stock).norm() < 1.1 * (run(model, inputs) - stock).norm() + 1e-6
+        assert swap_of(other).report().fallbacks == {"gated": 2}
+    torch.testing.assert_close(run(saved, inputs), run(loaded, inputs), rtol=0, atol=0)
+
+
+def test_a_weight_that_the_files_have_otherwise_is_rounded_twice(hard, monkeypatch):
+    folder, model, inputs = hard
+    stock, far, config = run(model, inputs), {}, sp.SageConfig("int8", min_features=0)
+    changes = {"once": (), "twice": ("_is_weight_of", lambda *_: False), "never": ("random_run", lambda _: None)}
+    for name, change in changes.items():
+        with monkeypatch.context() as patch:
+            if change:
+                patch.setattr(measured, *change)
+            loaded = type(model).from_pretrained(folder, quantization_config=config)
+        far[name] = float((run(loaded, inputs) - stock).norm() / stock.norm())
+    assert far["once"] < far["twice"] < far["never"] / 2
+
+
+@pytest.mark.parametrize("options", [{"gated": "8bit"}, {"layers": {"*.down_proj": "int8"}}])
+def test_an_option_or_a_rule_runs_prompts_behind_gates_in_8_bit(hard, options, tmp_path):
+    folder, model, inputs = hard
+    loaded = type(model).from_pretrained(folder, quantization_config=sp.SageConfig(min_features=0, **options))
+    loaded.save_pretrained(tmp_path / "small")
+    for other in (loaded, type(model).from_pretrained(tmp_path / "small")):
+        run(other, inputs)
+        assert swap_of(other).report().fallbacks == {}
+
+
+def test_a_folder_of_the_first_format_runs_as_it_did(hard, tmp_path):
+    folder, model, inputs = hard
+    loaded = type(model).from_pretrained(folder, quantization_config=sp.SageConfig(min_features=0))
+    loaded.save_pretrained(tmp_path / "small")
+    path = tmp_path / "small" / "config.json"
+    config = json.loads(path.read_text())
+    del config["quantization_config"]["gated"]
+    config["quantization_config"]["format_version"] = 1
+    path.write_text(json.dumps(config))
+    again = type(model).from_pretrained(tmp_path / "small")
+    run(again, inputs)
+    assert swap_of(again).report().fallbacks == {}

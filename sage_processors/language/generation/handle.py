@@ -9,6 +9,7 @@ import sage_kernels
 from sage_kernels.facts import crossover
 
 from ...linears.quantize import quantize_linears
+from ...linears.random_run import UNMEASURED, random_run
 from ...linears.swap import LinearSwap, swap_of
 from ...option_groups import OF_ATTENTION, Keep, Scaling
 from ...options import SageAttnProcessor
@@ -20,15 +21,10 @@ from ..names import IMPLEMENTATIONS, Implementation, name_of, standard
 from ..report import AttentionReport
 from . import default_cache  # noqa: F401 (generate makes INT8 caches once it is imported)
 from .decode_graphs import DecodeGraphs, start_graphs, stop_graphs
-from .random_run import random_run
 
 
 logger = logging.getLogger("sage_processors")
 
-UNMEASURED = (
-    "Linear layers are balanced by their weights alone, which costs some percent of perplexity, as the model can't be "
-    "run on random tokens here. Apply it on the device that it will run on."
-)
 # option → what is meant instead, for options that mean nothing for a language model
 _MEANINGLESS = {
     "scaling": "leave it out: a prompt has no denoising steps, and each token has a scale of its own",

@@ -32,11 +32,12 @@ def is_few(state: LinearState, x: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 def stays_in_16_bit(state: LinearState, x: torch.Tensor) -> bool:
-    """Return True for a call of many rows to a layer behind a gated activation that has its 16-bit weight.
+    """Return True for a call of many rows to a layer behind a gated activation.
 
-    While a probe compares the layer, its calls run in 8 bit.
+    A dropped 16-bit weight is made from the 8-bit one for each such call. While a probe compares the layer, its calls
+    run in 8 bit.
     """
-    if not state.is_gated or state.dropped or (state.probe is not None and state.probe.shared.on):
+    if not state.is_gated or (state.probe is not None and state.probe.shared.on):
         return False
     return not is_few(state, x, x.dtype)
 

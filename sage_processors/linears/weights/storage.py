@@ -117,6 +117,20 @@ class Storage:
         back = [self.turned_back(bits_of(part).movedim(0, -1)).movedim(-1, 0).contiguous() for part in rows]
         return QuantizedRows(*(bits.view(part.dtype) for bits, part in zip(back, rows, strict=True)))
 
+    def dequantized(self, index: int, dtype: torch.dtype, balance: torch.Tensor | None) -> torch.Tensor:
+        """Return the weight [N, K] of one module in a 16-bit type or fp32, in its own order of rows.
+
+        balance: fp32 [K] that its columns were divided by, powers of two.
+        """
+        codes, scale = self.rows_of(index, index)
+        if codes.dtype == torch.int8 and not torch.compiler.is_compiling():  # without a copy of it in fp32
+            weight = torch.mul(codes, scale[:, None], out=torch.empty(codes.shape, dtype=dtype, device=codes.device))
+        else:
+            weight = (codes.to(torch.float32) * scale[:, None]).to(dtype)
+        if self.in_turns and len(self.modules) == 1:
+            weight = self.turned_back(weight.t()).t()
+        return weight if balance is None else weight * balance.to(weight.device, dtype)
+
     @property
     def device(self) -> torch.device | None:
         """The device of the 8-bit weights, or None if there are none yet."""

@@ -9,6 +9,10 @@ import torch
 
 
 TOKENS = 256
+UNMEASURED = (
+    "Linear layers are balanced by their weights alone, which costs some percent of perplexity, as the model can't be "
+    "run on random tokens here. Load or apply it on the device that it will run on."
+)
 
 
 def random_run(model: Any) -> Callable[[], object] | None:
