@@ -84,7 +84,7 @@ class Denoiser:
                 original = self._stock(module)
                 if attention_calls_in(type(original)) == 0:
                     continue  # linear, sliced or hand-written attention stays; the report lists it
-                sage = self._swapped(original, self._label(name))
+                sage = self._sage_processor_for(original, self._label(name))
                 self._count_on(module, sage)
                 layer = Layer(name, module, original, sage)
                 self._made.append(layer)
@@ -117,7 +117,7 @@ class Denoiser:
             if is_chosen and self.graphs is None and has_gpu and not is_measured(torch.device("cuda")):
                 self.linears.run_in_graphs_alone()
 
-    def _swapped(self, original, label: str):
+    def _sage_processor_for(self, original, label: str):
         """Return the Sage processor for an original one, with the options of its layer."""
         config = self.config.for_layer(label)
         window = self._steps.window_of(config.keep.noise)

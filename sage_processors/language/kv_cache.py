@@ -171,7 +171,7 @@ class Int8KVCache(Cache):
         self._all_layers_or_none("early_initialization", *args, **kwargs)
 
     def _all_layers_or_none(self, name: str, *args: Any, only: int | None = None, **kwargs: Any) -> Any:
-        """Call a method of transformers' Cache on a copy, and then take over the fields of its layers.
+        """Call a method of transformers' Cache on a copy; if it succeeds, take over the copy's layers.
 
         only: the one layer to copy; the method merely moves the others between devices.
         """

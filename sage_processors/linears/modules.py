@@ -156,7 +156,7 @@ def _multiplied(module, state: LinearState, x, is_postponed: bool, dtype: torch.
     """Run a call in 8 bit with a weight that is ready. Under the lock: no thread changes it meanwhile."""
     region, storage, device = in_thread.region, state.storage, x.device
     if storage.device != device:
-        storage.move(device)
+        storage.move_to(device)
     captured = is_captured(device)
     storage.is_fixed = storage.is_fixed or captured
     balance = None if state.balance is None or state.is_weight_only else vector_of(state, device)

@@ -57,7 +57,7 @@ class Postponed(torch.Tensor):
         return self._ordinary
 
     def _settle(self) -> None:
-        """Compute this result and all postponed results that read it."""
+        """Compute this result now, and what was derived from it and is still postponed."""
         self.value()
         region = in_thread.region
         for reference in () if region is None else region.waiting:

@@ -149,7 +149,7 @@ class CallGraphs:
     def is_warm(self, kind: Any, enough: int | None = None) -> bool:
         """True if calls of a kind were seen in enough steps. Without a scheduler each call is a step."""
         enough = self._warm_up if enough is None else enough
-        running = self._owner.step()
+        running = self._owner.running_step()
         steps = self._steps[kind] = self._steps.pop(kind, [])
         if len(self._steps) > MOST_KINDS:
             del self._steps[next(iter(self._steps))]

@@ -333,7 +333,7 @@ class ModelGraphs:
         asks = any(layer.sage._sage_binding.reads_masks for layer in self.denoiser.layers)
         return self._masks.of(tensors) if asks else ()
 
-    def step(self) -> object:
+    def running_step(self) -> object:
         """Return an object that identifies the running step; a new one without a scheduler."""
         followed = self._handle.following.active
         return object() if followed is None else followed.progress.token

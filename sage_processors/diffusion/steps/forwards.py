@@ -125,7 +125,7 @@ class Forwards:
             self._precision_there = precision
 
     def count_compiled(self, timestep) -> None:
-        """Count a forward in compiled code if it belongs to no step. Device operations only."""
+        """Count a forward in compiled code if no scheduler steps it. Runs on the device alone."""
         since, latest = self._since, self._latest
         stray = since < 0
         if timestep is not None:

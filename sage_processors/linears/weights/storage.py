@@ -142,7 +142,7 @@ class Storage:
         """Bytes of the codes of the whole matrix."""
         return sum(int(module.in_features * module.out_features) for module in self.modules)
 
-    def move(self, device: torch.device) -> None:
+    def move_to(self, device: torch.device) -> None:
         """Move the weights to the device of a call."""
         for name in (CODES, SCALE):
             put_buffer(self.modules[0], name, self.modules[0]._buffers[name].to(device))

@@ -133,7 +133,7 @@ def launch_compensate(
     q, pooled, prepared: Prepared, left_out, numbers, out, lse, skip: SkipState, *, kv_heads: int, seq_kv: int,
     scale: float, width: int,
 ) -> None:  # fmt: skip
-    """Add the pooled keys of left-out tiles to `out` and `lse`, in place.
+    """Add the mean keys and values of skipped tiles to `out` and `lse`, in place.
 
     Args:
         pooled: of `launch_pool_tiles`.
