@@ -14,6 +14,7 @@ import torch
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
 
 import sage_processors as sp
+from sage_processors.diffusion.graphs.call_graphs import MOST_GRAPHS
 from sage_processors.diffusion.graphs.model_graphs import WARM_UP
 from sage_processors.linears import modules, swap
 from sage_processors.linears.weights import layers
@@ -233,6 +234,25 @@ def test_a_weight_that_was_only_looked_at_is_compared_and_stays():
         for _ in range(3):
             assert torch.equal(model(**inputs, return_dict=False)[0], old)
     assert graphs.eager == {"warm_up": WARM_UP} and graphs.replays == 5
+
+
+def test_kinds_of_calls_have_graphs_of_their_own():
+    model, inputs = MODELS["flux"]()
+    others = inputs | {"hidden_states": inputs["hidden_states"][:, :8], "img_ids": inputs["img_ids"][:8]}
+    twice = {n: x.repeat(2, *[1] * (x.dim() - 1)) if not n.endswith("ids") else x for n, x in inputs.items()
+             if isinstance(x, torch.Tensor)}  # fmt: skip
+    with torch.no_grad(), sp.apply(model, options(scaling="dynamic")) as handle:
+        graphs, recorder = captures(handle)
+        for given in (inputs, others, twice, inputs | {"joint_attention_kwargs": {"scale": 1.0}}):
+            outs = [model(**given, return_dict=False)[0] for _ in range(WARM_UP + 2)]
+            assert all(torch.equal(x, outs[0]) for x in outs)
+        assert recorder.captures == 4 and graphs.replays == 8
+        for i in range(MOST_GRAPHS):
+            for _ in range(WARM_UP + 1):
+                model(**inputs, joint_attention_kwargs={"scale": 1.0 + i}, return_dict=False)
+        assert len(graphs.whole.graphs) == MOST_GRAPHS
+        model(**inputs, return_dict=False)
+        assert recorder.captures == 4 + MOST_GRAPHS  # the first kind was let go, and is captured again
 
 
 def test_what_was_returned_stays_when_the_next_replay_comes():
