@@ -29,7 +29,7 @@ logger = logging.getLogger("sage_processors")
 
 MOST_GRAPHS = 8  # of one function; the least recently used one is dropped
 MOST_KINDS = 64  # kinds of calls with counted steps
-MASK_WARM_UP = 1  # eager steps of masks with other numbers of valid tokens, if all else was warmed up
+SHORT_WARM_UP = 1  # eager steps of a kind that differs from warm ones by its masks or skip lists alone
 FEW_REPLAYS, MOST_CHANGES = 8, 3  # a module that changes so soon, so often, is not captured any more
 
 
@@ -99,9 +99,9 @@ class CallGraphs:
             return "arguments"
         if any(x.device != self._owner.device for x in tensors):
             return "arguments"
-        but_masks = (*self._owner.precision(), given)
-        counts = self._owner.mask_counts(iter(tensors))
-        kind = (*but_masks, counts)
+        like = (*self._owner.precision(), given)
+        counts, lists_of_step = self._owner.mask_counts(iter(tensors)), self._owner.kind_of_lists()
+        kind = (*like, counts, lists_of_step)
         if kind in self._refused:
             return self._refused[kind]
         graph = self.graphs.pop(kind, None)
@@ -119,7 +119,8 @@ class CallGraphs:
                 self._owner.has_changed(self)
                 return "changed"
         else:
-            enough = MASK_WARM_UP if counts and self.is_warm(but_masks) else self._warm_up
+            has_like = bool(counts) or lists_of_step is not None
+            enough = SHORT_WARM_UP if has_like and self.is_warm(like) else self._warm_up
             if not self.is_warm(kind, enough):
                 return "warm_up"
             if self._early_changes >= MOST_CHANGES:

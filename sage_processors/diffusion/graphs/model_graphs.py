@@ -322,11 +322,14 @@ class ModelGraphs:
     def precision(self) -> tuple[Any, ...]:
         """Return what results depend on beside model and arguments, for the kind of a call."""
         plan = self.denoiser.state, self.denoiser.frozen
-        listed = None
-        if self.lists is not None and self.lists.kind_of_step:  # each call of a step has lists of its own
-            listed = self.lists.kind_of_step, min(self._call, MOST_CALLS)
         autocast = torch.is_autocast_enabled(self.device_type) and torch.get_autocast_dtype(self.device_type)
-        return self._handle.steps.precision, torch.is_inference_mode_enabled(), autocast, plan, listed
+        return self._handle.steps.precision, torch.is_inference_mode_enabled(), autocast, plan
+
+    def kind_of_lists(self) -> tuple[str, int] | None:
+        """Return the kind of step, and the call's number in it, as each has skip lists of its own; or None."""
+        if self.lists is None or not self.lists.kind_of_step:
+            return None
+        return self.lists.kind_of_step, min(self._call, MOST_CALLS)
 
     def mask_counts(self, tensors: Iterator[torch.Tensor]) -> Counts:
         """Return the numbers of valid tokens of a call's masks; () if no processor asks for them."""
