@@ -10,7 +10,7 @@ import functools
 import importlib
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -88,9 +88,50 @@ class HeadsKind(NamedTuple):
     pairs: bool
 
 
+class LoadedKernel(NamedTuple):
+    """A kernel that Triton compiled, or loaded without compiling.
+
+    Attributes:
+        name: of its function.
+        was_there: its machine code came with the package or was in Triton's cache.
+        seconds: of compiling.
+    """
+
+    name: str
+    was_there: bool
+    seconds: float
+
+
+MOST_LOADED = 4096
+_loaded: list[LoadedKernel] = []
+
+
+def loaded_kernels() -> list[LoadedKernel]:
+    """Return the kernels of this process in order, since the first op on a GPU.
+
+    Empty if Triton does not tell, or if somebody else listens to its compiles.
+    """
+    return list(_loaded)
+
+
+def _listen(compat: Any) -> None:
+    """Keep a list of what Triton compiles. compat: the module of `_triton`, which listens, too."""
+    settings, others = compat._compilation, compat._on_compile
+    if getattr(settings, "listener", None) not in (None, others) or not hasattr(settings, "listener"):
+        return
+
+    def listener(*, src: Any, times: Any, cache_hit: bool, **_: Any) -> None:
+        others(cache_hit=cache_hit)
+        seconds = 0.0 if cache_hit else getattr(times, "total", 0) / 1e6
+        if len(_loaded) < MOST_LOADED:
+            _loaded.append(LoadedKernel(getattr(src, "name", "?"), cache_hit, seconds))
+
+    settings.listener = listener
+
+
 @functools.cache
 def settle_keys() -> None:
-    """Give the kernels that come compiled the keys by which Triton knows them, in one order. Needs no GPU.
+    """Give kernels that come compiled their keys in one fixed order. Needs no GPU.
 
     Each op calls it before its first launch. Before Triton 3.9 the key of a kernel depends on which functions that it
     calls have a key already, and so on what a process launched before. Compiled code would not be found then, in the
@@ -98,6 +139,7 @@ def settle_keys() -> None:
     """
     from .._triton import compat
 
+    _listen(compat)
     package = compat.__name__.rpartition(".")[0]
     for module, name in _KEYED:
         if "hopper" in module and not compat.has_gluon():

@@ -341,6 +341,7 @@ def build_report(handle: Any) -> Report:
                 f"{misplaced} replays of a CUDA graph of {name} ran in steps that the options want in "
                 f"another precision than the captured one (captured): {REMEDIES['captured']}."
             )
+    notes += filter(None, [handle._kernels.note()])
     if handle.following.overlaps:
         notes.append(f"{handle.following.overlaps} steps of runs that overlap in several threads: {OVERLAP_REMEDY}.")
     if handle._pipe and handle._pipe() is None:

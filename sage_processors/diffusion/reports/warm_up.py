@@ -28,6 +28,7 @@ from sage_kernels.ops.warm_up import (
     compile_ahead,
     heads_call,
     linear_calls,
+    loaded_kernels,
 )
 from sage_kernels.planning.state import closing_call
 
@@ -44,6 +45,7 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Compiling is started in the first forward, which may be the first one on a GPU, and again in the second one. By then
 # the call sites know the dtypes and masks of their calls.
 FORWARDS = 2
+SHOWN = 6  # compiled kernels in a report
 
 
 class WarmUp(NamedTuple):
@@ -66,6 +68,17 @@ class KernelsAhead:
     def __init__(self):
         # denoiser -> forwards seen, up to FORWARDS
         self._forwards: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+        self._before = len(loaded_kernels())
+
+    def note(self) -> str:
+        """Return a note for the report on kernels that were loaded since the swap; "" if there are none."""
+        found = loaded_kernels()[self._before :]
+        compiled = sorted((x for x in found if not x.was_there), key=lambda x: x.seconds, reverse=True)
+        there = len(found) - len(compiled)
+        text = f"{len(found)} kernels were loaded in this process since the swap, {there} of them without compiling"
+        slowest = ", ".join(f"{x.name} {x.seconds:.1f} s" for x in compiled[:SHOWN])
+        more = f" and {len(compiled) - SHOWN} more" * (len(compiled) > SHOWN)
+        return f"{text}{f'; compiled: {slowest}{more}' * bool(compiled)}." if found else ""
 
     def swapped(self, denoiser, linears=None) -> None:
         """Start compiling for a denoiser with newly swapped layers.

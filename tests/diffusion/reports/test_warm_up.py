@@ -13,7 +13,7 @@ pytest.importorskip("diffusers")
 import sage_processors as sp  # noqa: E402
 import tests.support.tiny_image_models  # noqa: E402, F401 (registers them)
 from sage_kernels import qk_norm_rope  # noqa: E402
-from sage_kernels.ops.warm_up import LONG, SHORT, CallKind, LinearKind, heads_call  # noqa: E402
+from sage_kernels.ops.warm_up import LONG, SHORT, CallKind, LinearKind, LoadedKernel, heads_call  # noqa: E402
 from sage_processors.diffusion.reports import warm_up  # noqa: E402
 from sage_processors.diffusion.reports.warm_up import call_kinds, heads_kinds, linear_kinds  # noqa: E402
 from sage_processors.linears.weights.linear_state import LinearState  # noqa: E402
@@ -58,6 +58,24 @@ def started(monkeypatch):
     monkeypatch.setattr(warm_up, "_on_a_gpu", lambda denoiser: True)
     monkeypatch.setattr(warm_up, "closing_call", lambda state, device: None)
     return calls
+
+
+def test_the_report_names_what_was_compiled_and_how_long_it_took(monkeypatch):
+    loaded = [LoadedKernel("_of_an_earlier_swap", False, 9.0)]
+    monkeypatch.setattr(warm_up, "loaded_kernels", lambda: list(loaded))
+    model, _ = MODELS["flux"]()
+    with sp.apply(model, sp.SageAttnProcessor()) as handle:
+        assert "kernels were loaded" not in str(handle.report())
+        loaded += [LoadedKernel("_prologue_kernel", True, 0.0)]
+        note = "1 kernels were loaded in this process since the swap, 1 of them without compiling."
+        assert note in handle.report().notes
+        loaded += [LoadedKernel("_some", False, 0.5), LoadedKernel("_other", False, 2.25)]
+        (note,) = [x for x in handle.report().notes if "were loaded" in x]
+        assert note.startswith("3 kernels") and note.endswith(
+            "1 of them without compiling; compiled: _other 2.2 s, _some 0.5 s."
+        )
+        loaded += [LoadedKernel("_small", False, 0.1)] * warm_up.SHOWN
+        assert "_small 0.1 s and 2 more." in str(handle.report().notes)
 
 
 def test_kernels_of_a_preset_compile_while_its_weights_are_made(monkeypatch):

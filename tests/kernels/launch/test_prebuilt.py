@@ -109,6 +109,28 @@ def test_their_keys_do_not_depend_on_what_is_launched_first(tmp_path):
     assert wanted[0] == wanted[1]
 
 
+# a kernel that comes compiled, and one that does not
+LOADED = """
+import torch
+from sage_kernels.ops import linear, warm_up
+from tests.support.usual_kernels import as_on_hopper
+
+as_on_hopper()
+linear._has_kernel_for_weights = lambda device, format: True
+for format in ("int8", "fp8", "int8"):
+    linear.quantize_weight(torch.ones(16, 3072, dtype=torch.bfloat16), format=format)
+for kernel in warm_up.loaded_kernels():
+    print(kernel.name, kernel.was_there, kernel.seconds > 0)
+"""
+
+
+def test_what_was_compiled_is_told_from_what_was_there(tmp_path):
+    done = run(LOADED, tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = done.stdout.splitlines()
+    assert lines == ["_quantize_weight_kernel True False", "_quantize_weight_kernel False True"]
+
+
 # one small kernel, as it is prebuilt and as it is compiled, and whatever may be wrong with an archive
 TAKEN = """
 import hashlib, json, logging, os, shutil, sys, tempfile, zipfile
