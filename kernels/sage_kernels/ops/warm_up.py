@@ -115,7 +115,7 @@ def loaded_kernels() -> list[LoadedKernel]:
 
 
 def _listen(compat: Any) -> None:
-    """Keep a list of what Triton compiles. compat: the module of `_triton`, which listens, too."""
+    """Keep a list of Triton's compiles. compat: the module of `_triton`; its own listener is still called."""
     settings, others = compat._compilation, compat._on_compile
     if getattr(settings, "listener", None) not in (None, others) or not hasattr(settings, "listener"):
         return
@@ -180,6 +180,7 @@ class LinearKind(NamedTuple):
         norm: of its input, in the launch that quantises it: "none", "rms" or "layer", the last one modulated.
         activation: as of `quantized_linear`.
         adds: the result is multiplied by a gate and added to a residual.
+        beside: so many of its input features are those of a second tensor, which lies beside the first.
     """
 
     dtype: torch.dtype
@@ -190,6 +191,7 @@ class LinearKind(NamedTuple):
     norm: str = "none"
     activation: str = "none"
     adds: bool = False
+    beside: int = 0
 
 
 def linear_calls(kind: LinearKind, device: torch.device, rows: Iterable[int] = (4096, 512)) -> list[Callable]:
@@ -204,8 +206,9 @@ def linear_calls(kind: LinearKind, device: torch.device, rows: Iterable[int] = (
         width = kind.columns // 2 if kind.activation in GATED else kind.columns
         gain, shift = (empty(1, 1, kind.depth) if kind.norm == "layer" else None for _ in range(2))
         codes, scale = launch_quantize_activation(
-            empty(1, number, kind.depth), format=kind.format, norm=kind.norm, bias=None, eps=1e-6, gain=gain,
-            weight=empty(kind.depth) if kind.norm == "rms" else None, shift=shift, balance=None, beside=None,
+            empty(1, number, kind.depth - kind.beside), format=kind.format, norm=kind.norm, bias=None, eps=1e-6,
+            gain=gain, weight=empty(kind.depth) if kind.norm == "rms" else None, shift=shift, balance=None,
+            beside=empty(1, number, kind.beside) if kind.beside else None,
         )  # fmt: skip
         launch_quantized_linear(
             codes, scale, empty(kind.columns, kind.depth, dtype=CODE_TYPES[kind.format]),

@@ -178,7 +178,8 @@ def linear_kinds(denoiser, linears=None) -> list[LinearKind]:
     """Return the kinds of 8-bit linear layers of a denoiser, with the usual norms and activations.
 
     A norm as wide as the input is assumed to come before, an activation of the model after a layer that widens, and a
-    gate and a residual after one whose result is as wide as a norm. linears: a LinearSwap; by default the denoiser's.
+    gate and a residual after one whose result is as wide as a norm. An input that is as wide as no norm and no result,
+    but as one of each together, is the two side by side. linears: a LinearSwap; by default the denoiser's.
     """
     linears = linears or denoiser.linears
     if linears is None:
@@ -189,13 +190,16 @@ def linear_kinds(denoiser, linears=None) -> list[LinearKind]:
         if isinstance(module.__dict__.get("_sage"), NormState):
             norms.setdefault(norm_width(module), set()).add(module._sage.kind)
     activations = {name for name in map(_activation, modules) if name}
+    results = {state.storage.modules[state.index].out_features for state in linears.states()}
     found = []
     for state in linears.states():
         if state.format not in CODE_TYPES:
             continue  # its weight alone is in 8 bit
         module = state.storage.modules[state.index]
         depth, columns = module.in_features, module.out_features
-        plain = LinearKind(_dtype_of(module), state.format, depth, columns, module.bias is not None)
+        is_joined = depth not in results and depth not in norms
+        beside = next((depth - width for width in norms if depth - (width or depth) in results), 0) if is_joined else 0
+        plain = LinearKind(_dtype_of(module), state.format, depth, columns, module.bias is not None, beside=beside)
         widens = activations if columns > depth else ()
         kinds = [plain._replace(activation=name) for name in ("none", *sorted(widens))]
         kinds += [plain._replace(adds=True)] if columns in norms else []

@@ -295,3 +295,6 @@ def test_8_bit_linear_layers_are_compiled_ahead_with_what_usually_surrounds_them
     assert {plain._replace(norm=x, activation=y) for x in norms for y in activations} <= set(kinds)
     assert LinearKind(FLOAT, "int8", down.in_features, down.out_features, True, adds=True) in kinds
     assert not any(kind.adds for kind in kinds if kind.columns == up.out_features)
+    single = model.single_transformer_blocks[0]  # attention's result beside the feed-forward's
+    joined = {kind.beside for kind in kinds if kind.depth == single.proj_out.in_features}
+    assert joined == {single.proj_mlp.out_features} and len({kind.beside for kind in kinds}) == 2
