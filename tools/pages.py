@@ -11,6 +11,7 @@ from sage_processors.files.whole_file import write_whole
 from .headline import figures_markdown
 from .kernel_tables import cold_start, linear_rivals, linears, many_gpus, mixed, models, recipe_errors
 from .peer_tables import peer_models, peers, whole_pictures
+from .scaling_tables import scaling_front
 from .tables import results_markdown
 
 
@@ -39,6 +40,7 @@ def sections(rows: list[dict[str, str]]) -> dict[str, str]:
         "models": models(rows),
         "many_gpus": many_gpus(rows),
         "recipe_errors": recipe_errors(rows),
+        "scaling_front": scaling_front(rows),
     }
 
 

@@ -10,7 +10,7 @@ from tests.support.repository import ROOT
 
 
 NOTES = ROOT / "kernels" / "NOTES.md"
-ROW = re.compile(r"`([0-9a-f]{7}) ([^`]+)`")
+ROW = re.compile(r"`([0-9a-f]{7,8}) ([^`]+)`")
 NUMBER = re.compile(r"(?<![\w.,-])\d+(?:\.\d+)?(?![\w,]|\.\d)")
 
 
