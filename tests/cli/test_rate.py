@@ -92,6 +92,14 @@ def test_rate_goes_on_where_it_was_interrupted(tmp_path, monkeypatch):
     assert len(calls) == 8 and rows[:1] == first and len(rows) == 2
 
 
+@pytest.mark.slow("draws in two dtypes")
+def test_rate_against_float32_has_stock_beside_it(tmp_path):
+    more = ("--dtype", "bfloat16", "--reference", "float32", "--output", tmp_path / "r")
+    found = invoke("rate", "tiny_flux", "--images", 1, *SMALL, *more)["means"]
+    assert list(found) == ["stock", "another exact kernel", "int8"]
+    assert 30 < found["int8"]["psnr_db"][0] <= found["stock"]["psnr_db"][0] + 3 < 70
+
+
 @pytest.mark.slow("draws clips")
 def test_rate_clips_by_frame_and_flicker(tmp_path, monkeypatch):
     size = {"height": 64, "width": 64, "num_frames": 9, "max_sequence_length": 32}
@@ -131,6 +139,19 @@ def test_legibility_is_the_share_of_quoted_letters_that_ocr_reads(monkeypatch):
     found = scores.Legibility()(pictures, [prompt, prompt, "no writing", prompt])
     assert found == [1, 0.7, None, 0]
     assert Reader.made.seen[0][0, 0].tolist() == [0, 0, 255]  # blue first, as OpenCV has it
+
+
+def test_a_noise_floor_of_nothing_is_no_distance():
+    said = rating.summarise([row(50, quality.PSNR_CEILING)] * 6)["verdict"]
+    assert said.startswith("Another exact kernel draws the very same pictures here; INT8 does not: PSNR 50.0 dB")
+
+
+def test_a_mean_is_over_the_pictures_that_have_the_metric():
+    rows = [row(50, 60), row(52, 58)]
+    for way, share in (("reference", 1), ("int8", 0.5), ("another exact kernel", 0.75)):
+        rows[1]["metrics"].setdefault(way, {})["legibility"] = share
+    found = rating.summarise(rows)["summary"]
+    assert found["means"]["reference"]["legibility"][0] == 1 and found["ours_minus_floor"]["legibility"][0] == -0.25
 
 
 def row(ours: float, floor: float, calls=(3, 0)) -> dict:
