@@ -23,7 +23,7 @@ SHAPES = {
 
 
 def scaling_front(rows: list[dict[str, str]]) -> str:
-    """Return a table with a line for each way: PSNR of its pictures, and the time of attention in all steps."""
+    """Return a table with a line for each way: PSNR of its pictures, and attention's time."""
     speed, psnr, pictures = _speeds(rows), {}, {}
     for row in rows:
         pipeline, _, way = row["case"].partition("/")
@@ -45,7 +45,10 @@ def scaling_front(rows: list[dict[str, str]]) -> str:
 
 
 def _speeds(rows: list[dict[str, str]]) -> dict[str, float]:
-    """Return {shape, or shape/per_token: speed over cuDNN} of the newest commit that timed all of them on an H200."""
+    """Return the speed over cuDNN by case, of the newest commit that timed all cases on an H200.
+
+    A case is a shape, or a shape followed by "/per_token".
+    """
     cases = {*SHAPES, *(f"{shape}/per_token" for shape in SHAPES)}
     runs: dict[str, dict[str, float]] = {}
     for row in rows:
