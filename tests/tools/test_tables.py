@@ -10,6 +10,7 @@ from sage_kernels.results import append_row, is_without_int8, read_rows
 from tests.support.repository import ROOT
 from tools.headline import FIGURES, figures_markdown
 from tools.pages import PAGES, main, replace_sections, sections
+from tools.scaling_tables import PIPELINES, SHAPES, scaling_front
 from tools.tables import results_markdown
 
 
@@ -113,3 +114,15 @@ def test_Q41_no_committed_ratio_is_of_a_model_without_int8_calls():
     lines = [line for line in text.splitlines() if line.startswith("| sdxl_1024 | qk")]
     assert len(lines) == 4  # on each GPU with 8-bit linear layers, all of whose calls were short, and without
     assert all("none: no call ran in INT8" in line and "1.058" not in line for line in lines)
+
+
+def test_the_time_of_a_way_counts_its_steps_in_16_bit():
+    """A call at twice the speed of 16 bit, with 4 of 25 steps in 16 bit: 0.16 + 0.84 / 2."""
+    calls = {"suite": "attention_fwd", "recipe": DEFAULT_RECIPE, "metric": "throughput", "gpu": "NVIDIA H200"}
+    calls |= {"commit": "a", "ratio_vs_cudnn": "2.0"}
+    rows = [{**calls, "case": shape + suffix} for shape in SHAPES for suffix in ("", "/per_token")]
+    pictures = {"suite": "quality", "gpu": "cpu", "metric": "psnr_db_mean", "batch": "24"}
+    rows += [{**pictures, "case": f"{name}/timestep", "median": "50.0"} for name in PIPELINES]
+    assert scaling_front(rows[1:]).startswith("No rows yet")  # one shape was not timed
+    lines = scaling_front(rows).splitlines()[-3:]  # planned, the same with kept steps, a scale a token
+    assert [line.split(" | ")[-1].strip(" |") for line in lines] == ["0.50", "0.58", "0.50"]
