@@ -26,9 +26,10 @@ from typing import Any
 
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parent), str(HERE.parent / "kernels")]
+sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "kernels")]
 
 import torch  # noqa: E402
+from language_tasks import answers, haystack, single_token_names, tasks_of  # noqa: E402
 
 import sage_processors as sp  # noqa: E402
 from sage_kernels.testing import relative_l2  # noqa: E402
@@ -41,7 +42,8 @@ BLOCK = 128  # tokens of a row
 KEPT = 5  # largest KL of a block that are written down: enough for the 99th percentile of all
 FIELDS = ("model", "kind", "text", "first", "mode", "kl", "largest", "nll", "top1")
 LAYER_FIELDS = ("model", "layer", "mode", "error")
-TASK_FIELDS = ("model", "task", "case", "mode", "score", "answer")
+TASK_FIELDS = ("model", "tokens", "text", "mode", "task", "case", "score", "answer")
+GREEDY = 40  # tokens
 FIRST = 256  # tokens of the first call where the cache is filled in parts, and of every later one
 KINDS = ("reference", "code", "dialogues")
 NEEDS_PARTS = ("kv", "all")
@@ -212,59 +214,61 @@ def measure_layers(model: Any, tokenizer: Any, table: Table, length: int) -> Non
 
 # --- tasks ---
 
-NAMES = ("Marta", "Jonas", "Aisha", "Pavel", "Chloe", "Diego", "Hana", "Oscar")
+
+def measure_tasks(model: Any, tokenizer: Any, table: Table, modes: list[str], texts: dict[int, int]) -> None:
+    """Ask questions on long texts, in every mode. texts: {tokens: number of texts of that length}."""
+    before = real_models.CHECKPOINTS[model.real_name].tokens_before
+    names = single_token_names(tokenizer)
+    for tokens, count in texts.items():
+        for seed in range(tokens, tokens + count):
+            tasks = tasks_of(seed, names)
+            text = [*before, *haystack(tokenizer, real_models.text(), tasks, tokens, seed)]
+            for mode in ("fp32", *modes):
+                if table.has(model.real_name, tokens, seed, mode):
+                    continue
+                with mode_of(model, mode) as runner:
+                    found = list(answers(runner, tokenizer, text, tasks, cache_of(runner, mode), FIRST))
+                own = {"model": model.real_name, "tokens": tokens, "text": seed, "mode": mode}
+                rows = [{"task": x[0], "case": x[1], "answer": x[2].strip(), "score": int(x[3])} for x in found]
+                table.add([own | row for row in rows])
+                scores = {task: sum(row["score"] for row in rows if row["task"] == task) for task in tasks}
+                print(model.real_name, tokens, seed, mode, scores, flush=True)
+                del found, runner
+                gc.collect()
 
 
-def task_cases(tokenizer: Any, filler: int) -> Iterator[tuple[str, str, str]]:
-    """Yield (task, question, answer): RULER's kinds of tasks that so small a model can do at all."""
-    prose = tokenizer.decode(tokenizer(real_models.text(), add_special_tokens=False).input_ids[: 4 * filler])
-    lines = [line for line in prose.splitlines() if len(line) > 40]
+def cache_of(model: Any, mode: str) -> Callable[[], Any]:
+    """Return what makes the cache that a mode decodes over."""
+    if mode in NEEDS_PARTS:
+        return lambda: sp.Int8KVCache(model.config)
+    from transformers import DynamicCache
 
-    def text(inserted: dict[float, str]) -> str:
-        count = len(tokenizer(" ".join(lines)).input_ids)
-        kept = lines[: len(lines) * filler // count]
-        for depth in sorted(inserted, reverse=True):
-            kept.insert(int(depth * len(kept)), inserted[depth])
-        return "\n".join(kept)
-
-    for i, depth in enumerate((0.1, 0.5, 0.9)):
-        number = str(4127 + 1371 * i)
-        said = text({depth: f"The secret number of {NAMES[i]} is {number}."})
-        yield "needle", f"{said}\n\nThe secret number of {NAMES[i]} is", number
-        others = {0.2 * j: f"The secret number of {NAMES[j]} is {3319 + 1117 * j}." for j in range(5)}
-        yield "one of five", f"{text(others)}\n\nThe secret number of {NAMES[i + 1]} is", str(3319 + 1117 * (i + 1))
-        words = [f"{NAMES[j]} likes {x}." for j, x in enumerate(("apples", "plums", "figs", "pears"))]
-        said = text({depth: " ".join(words)})
-        yield "list", f"{said}\n\n{' '.join(words[: i + 1])} {NAMES[i + 1]} likes", words[i + 1].split()[-1][:-1]
+    return lambda: DynamicCache(config=model.config)
 
 
 @torch.no_grad()
-def greedy(model: Any, tokenizer: Any, text: str, mode: str, new_tokens: int, before: tuple[int, ...]) -> str:
+def greedy(model: Any, tokenizer: Any, text: str, mode: str, before: tuple[int, ...]) -> str:
     """Continue a text greedily, over an INT8 cache in the modes that have one."""
     ids = torch.tensor([[*before, *tokenizer(text, add_special_tokens=False).input_ids]])
-    given = {"past_key_values": sp.Int8KVCache(model.config)} if mode in NEEDS_PARTS else {}
     out = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False,
-        pad_token_id=0, eos_token_id=None, **given,
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=GREEDY, do_sample=False, pad_token_id=0,
+        eos_token_id=None, past_key_values=cache_of(model, mode)(),
     )  # fmt: skip
     return tokenizer.decode(out[0, ids.shape[1] :])
 
 
-def measure_tasks(model: Any, tokenizer: Any, table: Table, modes: list[str], filler: int) -> None:
-    """Needles, lists and greedy texts in every mode."""
+def measure_greedy(model: Any, tokenizer: Any, table: Table, modes: list[str]) -> None:
+    """Continue openings of the reference greedily in every mode."""
     before = real_models.CHECKPOINTS[model.real_name].tokens_before
-    cases = [(task, text, answer, 8) for task, text, answer in task_cases(tokenizer, filler)]
-    opening = [text_of("reference")[start : start + 400] for start in (10_000, 60_000, 110_000, 160_000)]
-    cases += [("greedy", text, "", 40) for text in opening]
-    for number, (task, text, answer, new_tokens) in enumerate(cases):
+    for case, start in enumerate((10_000, 110_000)):
         for mode in ("fp32", *modes):
-            if table.has(model.real_name, task, number, mode):
+            if table.has(model.real_name, 0, case, mode):
                 continue
             with mode_of(model, mode) as runner:
-                said = greedy(runner, tokenizer, text, mode, new_tokens, before)
-            row = {"model": model.real_name, "task": task, "case": number, "mode": mode, "answer": said}
-            table.add([row | {"score": int(answer in said) if answer else ""}])
-            print(model.real_name, task, number, mode, repr(said[:40]), flush=True)
+                said = greedy(runner, tokenizer, text_of("reference")[start : start + 400], mode, before)
+            own = {"model": model.real_name, "tokens": 0, "text": case, "mode": mode, "task": "greedy", "case": case}
+            table.add([own | {"answer": said, "score": ""}])
+            print(model.real_name, "greedy", case, mode, repr(said[:40]), flush=True)
 
 
 def append_to_results(path: Path, rows: list[dict[str, str]]) -> None:
@@ -293,6 +297,23 @@ def append_to_results(path: Path, rows: list[dict[str, str]]) -> None:
         append_row(path, **common, metric="perplexity_ratio", median=change)
 
 
+def append_tasks(path: Path, rows: list[dict[str, str]]) -> None:
+    """Append a row for each model, length and mode: the share of questions answered rightly."""
+    from sage_kernels import DEFAULT_RECIPE
+    from sage_kernels.results import append_row
+
+    scores: dict[tuple[str, str, str], list[int]] = {}
+    for row in rows:
+        if row["score"]:
+            scores.setdefault((row["model"], row["tokens"], row["mode"]), []).append(int(row["score"]))
+    for (model, tokens, mode), own in scores.items():
+        is_stock = mode in ("fp32", "bf16")
+        common: dict[str, Any] = {"suite": "real_language", "case": f"{model}/tasks", "gpu": "cpu", "unit": "1"}
+        common |= {"provider": "torch_sdpa" if is_stock else "sage_kernels", "batch": len(own), "seq_q": int(tokens)}
+        recipe = mode if is_stock else f"{DEFAULT_RECIPE}/{mode}"
+        append_row(path, **common, recipe=recipe, metric="task_score", median=round(sum(own) / len(own), 4))
+
+
 def main() -> None:
     """Measure what is not in the tables yet."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -301,6 +322,8 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", default=["texts", "layers", "tasks"])
     parser.add_argument("--texts", type=int, default=2, help="texts of each kind")
     parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 4096, 8000], help="of the tasks' texts")
+    parser.add_argument("--haystacks", type=int, nargs="+", default=[3, 1, 1], help="texts of each of these lengths")
     parser.add_argument("--out", type=Path, default=HERE / "data")
     parser.add_argument(
         "--append", type=Path, help="measure nothing, and append the tables' figures to this results.csv"
@@ -308,10 +331,11 @@ def main() -> None:
     given = parser.parse_args()
     if given.append is not None:
         append_to_results(given.append, read(given.out / "language.csv"))
+        append_tasks(given.append, read(given.out / "language_tasks.csv"))
         return
     torch.set_num_threads(2)
     keys = {"texts": ("model", "kind", "text", "mode"), "layers": ("model", "layer", "mode")}
-    keys["tasks"] = ("model", "task", "case", "mode")
+    keys["tasks"] = ("model", "tokens", "text", "mode")
     fields = {"texts": FIELDS, "layers": LAYER_FIELDS, "tasks": TASK_FIELDS}
     paths = {"texts": "language.csv", "layers": "language_layers.csv", "tasks": "language_tasks.csv"}
     tables = {part: Table(given.out / paths[part], fields[part], keys[part]) for part in given.parts}
@@ -324,7 +348,9 @@ def main() -> None:
             measure_texts(model, tokenizer, tables["texts"], given.modes, given.texts, given.length)
         if "tasks" in tables:
             modes = [mode for mode in given.modes if mode in ("bf16", "rotated", "all")]
-            measure_tasks(model, tokenizer, tables["tasks"], modes, given.length * 3 // 4)
+            counts = dict(zip(given.tokens, given.haystacks, strict=True))
+            measure_tasks(model, tokenizer, tables["tasks"], modes, counts)
+            measure_greedy(model, tokenizer, tables["tasks"], modes)
         del model
 
 
