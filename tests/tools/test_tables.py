@@ -121,7 +121,7 @@ def test_the_time_of_a_way_counts_its_steps_in_16_bit():
     calls = {"suite": "attention_fwd", "recipe": DEFAULT_RECIPE, "metric": "throughput", "gpu": "NVIDIA H200"}
     calls |= {"commit": "a", "ratio_vs_cudnn": "2.0"}
     rows = [{**calls, "case": shape + suffix} for shape in SHAPES for suffix in ("", "/per_token")]
-    pictures = {"suite": "quality", "gpu": "cpu", "metric": "psnr_db_mean", "batch": "24"}
+    pictures = {"suite": "quality", "recipe": DEFAULT_RECIPE, "gpu": "cpu", "metric": "psnr_db_mean", "batch": "24"}
     rows += [{**pictures, "case": f"{name}/timestep", "median": "50.0"} for name in PIPELINES]
     assert scaling_front(rows[1:]).startswith("No rows yet")  # one shape was not timed
     lines = scaling_front(rows).splitlines()[-3:]  # planned, the same with kept steps, a scale a token
