@@ -56,16 +56,6 @@ def test_a_computed_picture_says_so_and_wrong_latents_have_no_row(bench, tmp_pat
     assert {row["case"] for row in rows} == {f"{NAME}/tiny/computed{part}" for part in ("", "/step", "/rest")}
 
 
-@pytest.mark.parametrize("name", ["flux_1024", "sdxl_1024", "qwen_image_1328", "wan_14b_480p81"])
-@pytest.mark.slow("each model takes many seconds")
-def test_every_model_draws_with_another_attention_and_with_ours(bench, sageattention, name, capsys):
-    ways = ["default", "fast", "sageattention_2", "flash_attn_4"]
-    assert bench.main(["--tiny", "--device", "cpu", "--case", name, "--no-save", "--ways", *ways]) == 0
-    printed = capsys.readouterr().out
-    assert sageattention and all(f"{name}/tiny" in line for line in printed.splitlines() if "later" in line)
-    assert printed.count("later") == 3 and "flash_attn_4: not installed here" in printed
-
-
 def test_text_is_what_the_published_encoders_make(bench):
     """Numbers of parameters as in the checkpoints' files."""
     from picture_cases import DRAWINGS
