@@ -145,6 +145,7 @@ sp.SageAttnProcessor(layers=(sp.LayerRule("*", skip_limit=(0.0, 0.1)), sp.LayerR
 sp.SageConfig()
 sp.SageConfig("int8", layers={"*.ff.*": "fp8", "*": {"linears": "none"}}, min_features=0)
 sp.SageConfig(format="fp8", layers=[("*", "none")])
+sp.SageConfig("int8", gated="16bit")
 """
 
 
