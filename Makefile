@@ -33,12 +33,12 @@ ON_CPU := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(WORKE
 
 # every guarantee once
 test: $(INSTALLED)
-	@echo "The quick tests: some minutes on two free cores. Everything that needs no GPU: make test-all"
+	@echo "The quick tests: about 4 minutes on two free cores. Everything that needs no GPU: make test-all"
 	$(ON_CPU) -m "not gpu and not slow and not repeat and not real" $(ARGS)
 
 # everything that needs no GPU, each value of each parameter once
 test-all: $(INSTALLED)
-	@echo "All tests that need no GPU: about 19 minutes on two free cores"
+	@echo "All tests that need no GPU: about 10 minutes on two free cores"
 	$(ON_CPU) -m "not gpu and not repeat and not real" $(ARGS)
 
 # and each combination of parameters
