@@ -35,7 +35,6 @@ def as_on_hopper() -> None:
     attention.device_tile = _hopper_tile
     attention.processors_of = prologue.processors_of = linear.processors_of = lambda device: 132
     linear.capability_of = lambda device: 90
-    warm_up.settle_keys()
 
 
 def _closing(head_dim: int):

@@ -17,6 +17,7 @@ import torch
 import triton
 
 from ..compat import find
+from .keys import settle_key
 
 
 logger = logging.getLogger("sage_kernels")
@@ -146,15 +147,26 @@ def profiler_listens() -> bool:
     return bool(getattr(getattr(_knobs, "launch_enter_hook", None), "calls", True))
 
 
-@functools.cache
+# by id, since a kernel's hash asks for its key; with the kernel, which keeps the id its own
+_parameters: dict[int, tuple[Any, list[tuple[str, bool, bool]] | None]] = {}
+
+
 def parameters(kernel) -> list[tuple[str, bool, bool]] | None:
     """Describe each parameter of a kernel: (name, specialised on integers, specialised on alignment).
 
     If specialised, the kernel is compiled again for other integers (or unaligned addresses).
     Returns None if Triton doesn't say so, as for kernels in its interpreter: only Triton can launch such kernels.
     """
+    known = _parameters.get(id(kernel))
+    if known is None:
+        known = _parameters[id(kernel)] = kernel, _read_parameters(kernel)
+    return known[1]
+
+
+def _read_parameters(kernel) -> list[tuple[str, bool, bool]] | None:
     if not isinstance(kernel, triton.JITFunction):
         return None
+    settle_key(kernel)
     try:
         names, found = attribute(kernel, "arg_names"), []
         for name, x in zip(names, attribute(kernel, "params"), strict=True):
@@ -188,10 +200,35 @@ _compilation = find("triton.knobs.compilation")
 _callbacks = threading.local()  # .hits, .parsed: what this thread's compiles report to; None or missing: nothing
 
 
-def _on_compile(*, cache_hit: bool, **_) -> None:
+class LoadedKernel(NamedTuple):
+    """A kernel that Triton compiled, or loaded without compiling.
+
+    Attributes:
+        name: of its function.
+        was_there: its machine code came with the package or was in Triton's cache.
+        seconds: of compiling.
+    """
+
+    name: str
+    was_there: bool
+    seconds: float
+
+
+MOST_LOADED = 4096
+loaded: list[LoadedKernel] = []  # in this process, in order
+
+
+def _on_compile(*, src, times, cache_hit: bool, **_) -> None:
     hits = getattr(_callbacks, "hits", None)
     if hits is not None:
         hits.append(cache_hit)
+    if len(loaded) < MOST_LOADED:
+        seconds = 0.0 if cache_hit else getattr(times, "total", 0) / 1e6
+        loaded.append(LoadedKernel(getattr(src, "name", "?"), cache_hit, seconds))
+
+
+if getattr(_compilation, "listener", _on_compile) is None:
+    _compilation.listener = _on_compile
 
 
 @contextlib.contextmanager

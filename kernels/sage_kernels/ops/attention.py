@@ -24,7 +24,6 @@ from ..facts.skipping import SkipState
 from ..facts.state import HeadState
 from .dispatch import attention_of_nothing, call_op, fake_out, fake_out_lse, register
 from .replay import TENSOR, is_plain_call, is_usual, layouts_of, remember, replay_by_key
-from .warm_up import settle_keys
 
 
 if TYPE_CHECKING:
@@ -216,7 +215,6 @@ def _compute(*arguments: Any, state: HeadState | None, return_lse: bool, skip: S
         from .._triton.attention.launch import launch_attention_fwd
         from .._triton.launch import compiled_together
 
-        settle_keys()
         call = functools.partial(launch_attention_fwd, q, k, v, return_lse=return_lse, **options)
         with compiled_together(call):
             out, lse = call()

@@ -17,7 +17,6 @@ from ..checks.tensors import check_called_below
 from ..facts.masking import Masking, canonical_mask, decode_band
 from .dispatch import attention_of_nothing, call_op, fake_out, fake_out_lse, register
 from .replay import TENSOR, is_plain_call, layouts_of, remember, replay_by_key
-from .warm_up import settle_keys
 
 
 if TYPE_CHECKING:
@@ -75,7 +74,6 @@ def append_kv(
         return
     from .._triton.decode.append_kv import launch_append_kv
 
-    settle_keys()
     options: dict[str, Any] = {"position": on_device, "start": start, "ring": ring, "k_balance": k_balance}
     remember(key, functools.partial(launch_append_kv, *tensors, **options), given, numbers)
 
@@ -251,7 +249,6 @@ def _attend(*arguments: Any, return_lse: bool) -> Any:
     elif q.is_cuda:
         from .._triton.decode.launch import launch_decode_attention
 
-        settle_keys()
         out, lse = launch_decode_attention(*inputs, return_lse=return_lse, **options)
     else:
         out, lse = reference.ref_decode_attention(*inputs, **options)
@@ -277,7 +274,6 @@ def _append(*arguments: Any) -> None:
     if tensors[0].is_cuda:
         from .._triton.decode.append_kv import launch_append_kv
 
-        settle_keys()
         launch_append_kv(*tensors, position=position, start=start, ring=ring, k_balance=k_balance)
         return
     start = start if position is None else int(position)

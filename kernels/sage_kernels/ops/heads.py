@@ -13,7 +13,6 @@ from ..compat import differentiates_forward
 from ..reference.heads import ref_qk_norm_rope
 from .dispatch import call_op, register
 from .replay import remember, try_replay
-from .warm_up import settle_keys
 
 
 def qk_norm_rope(
@@ -77,7 +76,6 @@ def _qk_norm_rope(
     if q[0].is_cuda and q[0].numel():
         from .._triton.heads.qk_norm_rope import launch_qk_norm_rope
 
-        settle_keys()
         return launch_qk_norm_rope(q, k, q_weight, k_weight, norm, eps, cos, sin, pairs)
     return ref_qk_norm_rope(q, k, q_weight, k_weight, norm, eps, cos, sin, pairs)
 

@@ -17,7 +17,6 @@ from ..facts.recipe import GATED
 from ..reference import linear as reference
 from .dispatch import call_op, register
 from .replay import remember, try_replay
-from .warm_up import settle_keys
 
 
 class QuantizedRows(NamedTuple):
@@ -102,7 +101,6 @@ def quantize_weight(
     if _has_kernel_for_weights(weight.device, format):
         from .._triton.linear.quantize_weight import launch_quantize_weight
 
-        settle_keys()
         codes, scale = launch_quantize_weight(weight, format, balance)
     else:
         codes = torch.empty(weight.shape, dtype=CODE_TYPES[format], device=weight.device)
@@ -234,7 +232,6 @@ def compute_codes(x: torch.Tensor, *options: Any) -> Any:
     if x.is_cuda:
         from .._triton.linear.launch import launch_quantize_activation
 
-        settle_keys()
         return launch_quantize_activation(x, *options)
     return _aligned(*reference.ref_quantize_activation(x, *options))
 
@@ -244,7 +241,6 @@ def compute_linear(codes: torch.Tensor, *arguments: Any) -> Any:
     if codes.is_cuda and codes.numel():
         from .._triton.linear.launch import launch_quantized_linear
 
-        settle_keys()
         return launch_quantized_linear(codes, *arguments)
     return reference.ref_quantized_linear(codes, *arguments)
 
@@ -253,7 +249,6 @@ def _weight_only_linear(x: torch.Tensor, *arguments: Any) -> Any:
     if x.is_cuda and x.numel():
         from .._triton.linear.launch import launch_weight_only_linear
 
-        settle_keys()
         return launch_weight_only_linear(x, *arguments)
     return reference.ref_weight_only_linear(x, *arguments)
 

@@ -13,7 +13,6 @@ from ..checks.linear import check_activation, check_linear, check_quantized
 from ..facts.numerics import CODE_TYPES, FORMATS_OF_CODES
 from .linear import QuantizedRows, compute_codes, compute_linear, fake_product, register_op, run_op
 from .replay import try_replay
-from .warm_up import settle_keys
 
 
 _OF_ROWS = 10  # the first arguments, up to here, say how rows are quantised; the others how they are multiplied
@@ -81,7 +80,6 @@ def _dynamic_linear(x: torch.Tensor, *arguments: Any) -> Any:
         return compute_linear(*compute_codes(*of_rows), *of_product)
     from .._triton.linear.launch import launch_dynamic_linear
 
-    settle_keys()
     return launch_dynamic_linear(of_rows, of_product)
 
 

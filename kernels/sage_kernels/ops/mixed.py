@@ -17,7 +17,6 @@ from ..facts.recipe import BLOCK, Mixed
 from ..reference.mixed import ref_mixed_attention
 from .dispatch import attention_of_nothing, call_op, fake_out_lse, register
 from .replay import remember, try_replay
-from .warm_up import settle_keys
 
 
 _DEFAULT = Mixed()
@@ -86,7 +85,6 @@ def _attend(q: Any, k: Any, v: Any, scale: float, causal: bool, offset: int, opt
         from .._triton.launch import compiled_together
         from .._triton.mixed.launch import launch_mixed_attention
 
-        settle_keys()
         given: dict[str, Any] = {"options": options, "causal": causal, "offset": offset, "scale": scale}
         given |= dict(zip(("return_lse", "return_blocks"), returned, strict=True))
         call = functools.partial(launch_mixed_attention, q, k, v, **given)

@@ -14,7 +14,6 @@ from ..facts.masking import UNLIMITED, Masking
 from ..facts.paged import PagedKV
 from ..reference import paged as reference
 from ..reference.quantize import ref_rotate
-from .warm_up import settle_keys
 
 
 MIN_PAGE = 16  # keys of the smallest tile on a GPU
@@ -39,7 +38,6 @@ def rotate_heads(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.
         return ref_rotate(q), ref_rotate(k)
     from .._triton.prologue.rotate import launch_rotate
 
-    settle_keys()
     return launch_rotate(q, k)
 
 
@@ -72,7 +70,6 @@ def append_pages(
     if k.is_cuda:
         from .._triton.decode.paged import launch_append_pages
 
-        settle_keys()
         launch_append_pages(k, v, pages, slots, table, ends)
         return
     where: Any = reference.ref_newest_slots(pages, table, ends) if slots is None else slots  # type: ignore[arg-type]
@@ -84,7 +81,6 @@ def read_pages(pages: PagedKV, slots: torch.Tensor, dtype: torch.dtype) -> tuple
     if pages.k_codes.is_cuda:
         from .._triton.decode.paged import launch_read_pages
 
-        settle_keys()
         return launch_read_pages(pages, slots, dtype)
     return reference.ref_read_pages(pages, slots, dtype)
 
@@ -126,7 +122,6 @@ def paged_attention(
     if q.is_cuda:
         from .._triton.decode.paged import launch_paged_attention
 
-        settle_keys()
         return launch_paged_attention(q, pages, table, ends, softcap=softcap, sinks=sinks, scale=scale)
     masking = Masking(None, UNLIMITED, UNLIMITED, softcap=softcap, sinks=sinks)
     return reference.ref_paged_attention(q, pages, table, ends, masking=masking, scale=scale)

@@ -6,7 +6,6 @@ import torch
 
 from ..facts.state import HeadState
 from .dispatch import register
-from .warm_up import settle_keys
 
 
 _NUMBERS = ("margin", "full", "growth", "outlier", "move", "v_floor", "adapts")
@@ -24,7 +23,6 @@ def plan_step(state: HeadState, *tensors: torch.Tensor, **numbers: float) -> Non
 def _plan_step(*arguments):
     from .._triton.prologue.plan_step import launch_plan_step
 
-    settle_keys()
     tensors, numbers = arguments[_OF_STATE : -len(_NUMBERS)], arguments[-len(_NUMBERS) :]
     launch_plan_step(HeadState(*arguments[:_OF_STATE]), *tensors, **dict(zip(_NUMBERS, numbers, strict=True)))
 

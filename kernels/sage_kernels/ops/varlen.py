@@ -17,7 +17,6 @@ from ..facts.masking import packed_masking
 from ..facts.recipe import DEFAULT_RECIPE
 from .dispatch import attention_of_nothing, call_op, fake_out, fake_out_lse, register
 from .replay import is_plain_call, remember, try_replay
-from .warm_up import settle_keys
 
 
 if TYPE_CHECKING:
@@ -140,7 +139,6 @@ def _compute(*arguments: Any, return_lse: bool) -> Any:
         from .._triton.attention.launch import launch_attention_fwd
         from .._triton.launch import compiled_together
 
-        settle_keys()
         options |= {"packed": tuple(lengths), "state": None, "return_lse": return_lse}
         call = functools.partial(launch_attention_fwd, q[None], k[None], v[None], **options)
         with compiled_together(call):

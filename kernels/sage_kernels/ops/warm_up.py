@@ -7,10 +7,9 @@ is made before its kernels are ready waits for them. Compiled kernels stay in Tr
 from __future__ import annotations
 
 import functools
-import importlib
-import logging
+import sys
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -21,21 +20,8 @@ from ..facts.state import new_head_state
 from .skip_state import new_skip_state
 
 
-logger = logging.getLogger("sage_kernels")
-
-# The kernels that come compiled, in the order in which `usual_jobs` of the tests launches them
-_KEYED = (
-    ("prologue.prologue", "_prologue_kernel"),
-    ("attention.hopper.kernel", "attention_fwd_hopper_kernel"),
-    ("prologue.pre_balance", "_pre_balance_kernel"),
-    ("prologue.rotate", "_rotate_kernel"),
-    ("heads.qk_norm_rope", "_qk_norm_rope_kernel"),
-    ("prologue.plan_step", "_plan_step_kernel"),
-    ("linear.quantize_rows", "_quantize_rows_kernel"),
-    ("linear.hopper.kernel", "linear_hopper_kernel"),
-    ("linear.matmul", "_add_parts_kernel"),
-    ("linear.quantize_weight", "_quantize_weight_kernel"),
-)
+if TYPE_CHECKING:
+    from .._triton.compat import LoadedKernel
 
 # Calls of up to 8,191 keys and longer ones have different kernels (query_slice, _triton/attention/tiles.py).
 SHORT, LONG = 4096, 8192
@@ -88,67 +74,13 @@ class HeadsKind(NamedTuple):
     pairs: bool
 
 
-class LoadedKernel(NamedTuple):
-    """A kernel that Triton compiled, or loaded without compiling.
-
-    Attributes:
-        name: of its function.
-        was_there: its machine code came with the package or was in Triton's cache.
-        seconds: of compiling.
-    """
-
-    name: str
-    was_there: bool
-    seconds: float
-
-
-MOST_LOADED = 4096
-_loaded: list[LoadedKernel] = []
-
-
 def loaded_kernels() -> list[LoadedKernel]:
-    """Return the kernels of this process in order, since the first op on a GPU.
+    """Return the kernels that Triton compiled or loaded in this process, in order.
 
-    Empty if Triton does not tell, or if somebody else listens to its compiles.
+    Empty before the first op on a GPU, and if Triton does not tell, or tells somebody else.
     """
-    return list(_loaded)
-
-
-def _listen(compat: Any) -> None:
-    """Keep a list of Triton's compiles. compat: the module of `_triton`; its own listener is still called."""
-    settings, others = compat._compilation, compat._on_compile
-    if getattr(settings, "listener", None) not in (None, others) or not hasattr(settings, "listener"):
-        return
-
-    def listener(*, src: Any, times: Any, cache_hit: bool, **_: Any) -> None:
-        others(cache_hit=cache_hit)
-        seconds = 0.0 if cache_hit else getattr(times, "total", 0) / 1e6
-        if len(_loaded) < MOST_LOADED:
-            _loaded.append(LoadedKernel(getattr(src, "name", "?"), cache_hit, seconds))
-
-    settings.listener = listener
-
-
-@functools.cache
-def settle_keys() -> None:
-    """Give kernels that come compiled their keys in one fixed order. Needs no GPU.
-
-    Each op calls it before its first launch. Before Triton 3.9 the key of a kernel depends on which functions that it
-    calls have a key already, and so on what a process launched before. Compiled code would not be found then, in the
-    archives as in Triton's own cache.
-    """
-    from .._triton import compat
-
-    _listen(compat)
-    package = compat.__name__.rpartition(".")[0]
-    for module, name in _KEYED:
-        if "hopper" in module and not compat.has_gluon():
-            continue
-        try:
-            kernel = getattr(importlib.import_module(f"{package}.{module}"), name)
-            getattr(kernel, "cache_key", None)  # Triton's interpreter has none
-        except Exception as error:  # the launch that needs the kernel meets it again, and raises
-            logger.debug("%s has no key: %s", name, error)
+    compat = sys.modules.get(f"{__package__.rpartition('.')[0]}._triton.compat")
+    return [] if compat is None else list(compat.loaded)
 
 
 def heads_call(kind: HeadsKind, device: torch.device) -> Callable:
@@ -232,7 +164,6 @@ def compile_ahead(kinds: Iterable[CallKind], device: torch.device, others: Itera
     """
     from .._triton import launch
 
-    settle_keys()
     first, later = [], []
     for kind in kinds:
         calls = list(_calls(kind, device))

@@ -13,7 +13,7 @@ pytest.importorskip("diffusers")
 import sage_processors as sp  # noqa: E402
 import tests.support.tiny_image_models  # noqa: E402, F401 (registers them)
 from sage_kernels import qk_norm_rope  # noqa: E402
-from sage_kernels.ops.warm_up import LONG, SHORT, CallKind, LinearKind, LoadedKernel, heads_call  # noqa: E402
+from sage_kernels.ops.warm_up import LONG, SHORT, CallKind, LinearKind, heads_call  # noqa: E402
 from sage_processors.diffusion.reports import warm_up  # noqa: E402
 from sage_processors.diffusion.reports.warm_up import call_kinds, heads_kinds, linear_kinds  # noqa: E402
 from sage_processors.linears.weights.linear_state import LinearState  # noqa: E402
@@ -61,6 +61,8 @@ def started(monkeypatch):
 
 
 def test_the_report_names_what_was_compiled_and_how_long_it_took(monkeypatch):
+    from sage_kernels._triton.compat import LoadedKernel
+
     loaded = [LoadedKernel("_of_an_earlier_swap", False, 9.0)]
     monkeypatch.setattr(warm_up, "loaded_kernels", lambda: list(loaded))
     model, _ = MODELS["flux"]()

@@ -71,35 +71,27 @@ def test_there_are_some_for_both_ends_of_the_versions_of_triton_and_all_of_one_s
     )
 
 
-# whatever is launched first: keys of kernels that were asked for in the opposite order
+# the kernels that come compiled, met in the opposite order by another process
 OTHER_ORDER = """
 import importlib
-import torch
-from sage_kernels.ops import linear, warm_up
+from sage_kernels._triton import compat
 from tests.support import recording_driver
 
-class Launched(Exception):
-    pass
-
-def launch(*_, **__):
-    raise Launched
-
 recording_driver.install()
-linear._has_kernel_for_weights = lambda device, format: True
-from sage_kernels._triton.linear import quantize_weight
-own, quantize_weight.launch = quantize_weight.launch, launch
-try:
-    linear.quantize_weight(torch.ones(16, 16))
-    raise AssertionError("not launched")
-except Launched:
-    quantize_weight.launch = own
-for place, name in reversed(warm_up._KEYED):
-    getattr(importlib.import_module(f"sage_kernels._triton.{place}"), name).cache_key
+for place in (
+    "linear.quantize_weight._quantize_weight_kernel", "linear.matmul._add_parts_kernel",
+    "linear.hopper.kernel.linear_hopper_kernel", "linear.quantize_rows._quantize_rows_kernel",
+    "prologue.plan_step._plan_step_kernel", "heads.qk_norm_rope._qk_norm_rope_kernel",
+    "prologue.rotate._rotate_kernel", "prologue.pre_balance._pre_balance_kernel",
+    "attention.hopper.kernel.attention_fwd_hopper_kernel", "prologue.prologue._prologue_kernel",
+):
+    module, _, name = place.rpartition(".")
+    compat.parameters(getattr(importlib.import_module(f"sage_kernels._triton.{module}"), name))
 """
 
 
 def test_their_keys_do_not_depend_on_what_is_launched_first(tmp_path):
-    """Triton's keys do: without `settle_keys` this finds none of several kernels in the archive."""
+    """Triton's keys do: without `settle_key` this finds none of several kernels in the archive."""
     wanted = []
     for name, script in (("usual", KEYS), ("other", OTHER_ORDER + KEYS)):
         (tmp_path / name).mkdir()
