@@ -7,22 +7,25 @@ cache that a process with another order of launches filled.
 
 import dis
 import inspect
+import threading
 import types
 from collections.abc import Iterator
 from typing import Any
 
 
 _settled: dict[int, Any] = {}  # by id, which stays their own: a function's hash would ask for its key
+_lock = threading.RLock()  # kernels are compiled in several threads
 
 
 def settle_key(function: Any) -> None:
     """Give a kernel, or another function of Triton, its key after those of the functions that it calls."""
-    if id(function) in _settled:
-        return
-    _settled[id(function)] = function  # now, as a function may call itself
-    for called in _called_functions(function):
-        settle_key(called)
-    getattr(function, "cache_key", None)
+    with _lock:
+        if id(function) in _settled:
+            return
+        _settled[id(function)] = function  # now, as a function may call itself
+        for called in _called_functions(function):
+            settle_key(called)
+        getattr(function, "cache_key", None)
 
 
 def _called_functions(function: Any) -> Iterator[Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,9 +19,6 @@ from ..facts.recipe import DEFAULT_RECIPE, GATED, RECIPES
 from ..facts.state import new_head_state
 from .skip_state import new_skip_state
 
-
-if TYPE_CHECKING:
-    from .._triton.compat import LoadedKernel
 
 # Calls of up to 8,191 keys and longer ones have different kernels (query_slice, _triton/attention/tiles.py).
 SHORT, LONG = 4096, 8192
@@ -74,10 +71,11 @@ class HeadsKind(NamedTuple):
     pairs: bool
 
 
-def loaded_kernels() -> list[LoadedKernel]:
+def loaded_kernels() -> list[Any]:
     """Return the kernels that Triton compiled or loaded in this process, in order.
 
-    Empty before the first op on a GPU, and if Triton does not tell, or tells somebody else.
+    Each is a LoadedKernel of `_triton/compat.py`. Empty before the first op on a GPU, and if Triton does not tell, or
+    tells somebody else.
     """
     compat = sys.modules.get(f"{__package__.rpartition('.')[0]}._triton.compat")
     return [] if compat is None else list(compat.loaded)
