@@ -38,18 +38,18 @@ class Lists:
         every = int(options.get("every", 8))
         place = (q.shape, k.shape, q.device, every, bool(options.get("compensate", False)))
         number = self._calls[place] = self._calls.get(place, -1) + 1
-        lists = self._kept.get((place, number))
-        if lists is None:
+        if (place, number) not in self._kept:
             batch, seq_q, heads, head_dim = q.shape
             lists = new_skip_state(
                 batch, heads, seq_q, k.shape[1], head_dim, q.device, every=every, compensates=place[-1]
             )
             if self._nbytes + lists.nbytes > LIMIT_BYTES or k.shape[1] < LEAST_TILES * lists.block_k:
-                return None
+                lists = None  # kept, too, so that no later call makes them again
             self._kept[place, number] = lists
-            self._nbytes += lists.nbytes
+            self._nbytes += 0 if lists is None else lists.nbytes
+        lists = self._kept[place, number]
         is_last = total is not None and total - step <= int(options.get("last_steps", 1))
-        if step < int(options.get("first_steps", 2)) or is_last:
+        if lists is None or step < int(options.get("first_steps", 2)) or is_last:
             return None
         # a step of a later run is so much further on that all lists are void
         lists.now.fill_(self._run * (4096 + every) + step)

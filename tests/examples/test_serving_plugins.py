@@ -35,8 +35,12 @@ def plugin(monkeypatch):
 
 
 def heads(seed):
+    """Q, K and V of a layer: seeds that are even attend to the first half of the keys, odd ones to the second."""
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(B, S, H, D, generator=generator) * 2 for _ in range(3)]
+    q, k, v = (torch.randn(B, S, H, D, generator=generator) for _ in range(3))
+    q[..., 0] = 4.0
+    k[:, : S // 2, :, 0], k[:, S // 2 :, :, 0] = (6.0, -6.0) if seed % 2 == 0 else (-6.0, 6.0)
+    return q, k, v
 
 
 def run(plugin, layers=2, first=0, given=OPTIONS):
@@ -62,11 +66,17 @@ def test_steps_between_the_ends_skip_tiles_and_runs_repeat(plugin):
 
 
 def test_each_layer_has_its_own_lists(plugin):
-    """The second of two layers is as it would be alone behind one that has other lists."""
-    both = run(plugin)
-    sys.modules["sage_vllm_omni"]._of_thread.lists = sys.modules["sage_vllm_omni"].Lists()
-    alone = run(plugin, layers=1)
-    assert all(map(torch.equal, both[::2], alone))
+    """The list of one would lose what the other attends to."""
+    module, visited = sys.modules["sage_vllm_omni"], []
+    for layers in (2, 1):
+        module._of_thread.lists = module.Lists()
+        outs = run(plugin, layers=layers)
+        visited.append([lists.totals[:2].tolist() for lists in module._of_thread.lists._kept.values()])
+    assert all(map(torch.equal, run(plugin)[::2], outs))
+    (first, second), (alone,) = visited
+    assert first == alone
+    for tiles, seen in (first, second):
+        assert seen < 0.5 * tiles  # half of the keys at the most, but for the steps at the ends
 
 
 def test_calls_without_one_step_visit_everything(plugin):

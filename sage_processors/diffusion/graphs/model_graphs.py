@@ -71,7 +71,7 @@ class ModelGraphs:
         self.blocks: dict[BlockCall, CallGraphs] = {}
         self._thread = threading.local()
         self._captures: Captures | None = None
-        self.places, self._masks = Places(), MaskCounts()
+        self.places, self._masks, self._reads_masks = Places(), MaskCounts(), False
         self.failures = Failures(type(self.model))
         self._shape: Any = None  # kind of the running forward
         self._shapes: set[Any] = set()  # with graphs
@@ -285,6 +285,7 @@ class ModelGraphs:
 
     def _note_run(self) -> None:
         """Notice that a run began. The comparisons of the one before it take effect then."""
+        self._reads_masks = any(layer.sage._sage_binding.reads_masks for layer in self.denoiser.layers)
         followed = self._handle.following.active if self.denoiser.follows_scheduler else None
         step = None if followed is None else followed.progress.token
         self._step, self._call = step, self._call + 1 if step is self._step else 0
@@ -333,8 +334,7 @@ class ModelGraphs:
 
     def mask_counts(self, tensors: Iterator[torch.Tensor]) -> Counts:
         """Return the numbers of valid tokens of a call's masks; () if no processor asks for them."""
-        asks = any(layer.sage._sage_binding.reads_masks for layer in self.denoiser.layers)
-        return self._masks.of(tensors) if asks else ()
+        return self._masks.of(tensors) if self._reads_masks else ()
 
     def running_step(self) -> object:
         """Return an object that identifies the running step; a new one without a scheduler."""
