@@ -9,11 +9,13 @@ import types
 from typing import Any
 
 
-def with_globals(fn: types.FunctionType, scope: dict[str, Any], closure: Any = None) -> types.FunctionType:
-    """Return a copy of `fn` with these globals and, if given, this closure."""
+def with_globals(
+    fn: types.FunctionType, scope: dict[str, Any], closure: Any = None, code: types.CodeType | None = None
+) -> types.FunctionType:
+    """Return a copy of `fn` with these globals and, if given, this closure and this code."""
     # The copy needs a code object of its own. Dynamo stores compiled code with the code object, under names in the
     # globals of the original, and would run that compiled code for the copy too.
-    code = fn.__code__.replace()
+    code = (code or fn.__code__).replace()
     copy = types.FunctionType(code, scope, fn.__name__, fn.__defaults__, closure or fn.__closure__)
     copy.__kwdefaults__ = fn.__kwdefaults__
     return copy

@@ -78,7 +78,8 @@ def usual_jobs() -> dict[tuple, ahead.Job]:
     ]
     calls = [call for kind in kinds for call in warm_up._calls(kind, CPU)]
     for width in HEAD_DIMS:
-        calls += [warm_up.heads_call(HeadsKind(BF16, width, norm, BF16 if norm else None, numbers, True), CPU)
+        calls += [warm_up.heads_call(HeadsKind(BF16, width, norm, BF16 if norm else None, numbers, True, False), CPU)
                   for norm in (True, False) for numbers in (True, False)]  # fmt: skip
+        calls.append(warm_up.heads_call(HeadsKind(BF16, width, True, BF16, True, True, True), CPU))  # as Wan's
         calls.append(_closing(width))
     return ahead.collect([*calls, *_linear_calls()])

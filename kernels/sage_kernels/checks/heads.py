@@ -9,7 +9,7 @@ import torch
 from .tensors import DTYPES, MAX_HEAD_DIM, check_tensor
 
 
-def check_heads(q, k, q_weight, k_weight, norm, eps, cos, sin) -> None:
+def check_heads(q, k, q_weight, k_weight, norm, eps, cos, sin, across_heads=False) -> None:
     """Raise unless `qk_norm_rope` can do this call: TypeError, ValueError or NotImplementedError."""
     for name, x in (("q", q), ("k", k), ("q_weight", q_weight), ("k_weight", k_weight), ("cos", cos), ("sin", sin)):
         if not isinstance(x, (list, tuple)):
@@ -38,14 +38,17 @@ def check_heads(q, k, q_weight, k_weight, norm, eps, cos, sin) -> None:
             raise ValueError(f"k[{i}]: got {y.shape[1]} tokens, expected {x.shape[1]} as q[{i}]")
         if (q_weight[i] is None) != (k_weight[i] is None) or (q_weight[i] is None) != (q_weight[0] is None):
             raise ValueError("q_weight, k_weight: got some that are None, expected all of them or none")
-        for name, weight in ((f"q_weight[{i}]", q_weight[i]), (f"k_weight[{i}]", k_weight[i])):
+        for name, weight, z in ((f"q_weight[{i}]", q_weight[i], x), (f"k_weight[{i}]", k_weight[i], y)):
             if weight is not None:
                 _check(name, weight, DTYPES)
-                if weight.shape != first.shape[3:] or weight.stride(0) != 1 or weight.device != first.device:
+                width = z.shape[3] * (z.shape[2] if across_heads else 1)
+                if weight.shape != (width,) or weight.stride(0) != 1 or weight.device != first.device:
                     raise ValueError(
-                        f"{name}: got shape {tuple(weight.shape)} on {weight.device}, expected [{first.shape[3]}], "
-                        f"contiguous, on {first.device}"
+                        f"{name}: got shape {tuple(weight.shape)} on {weight.device}, expected [{width}], contiguous, "
+                        f"on {first.device}"
                     )
+    if across_heads and not norm:
+        raise ValueError("across_heads: got True with norm=False, expected False; it says what the norm is over")
     if not norm and q_weight[0] is not None:
         raise ValueError("q_weight, k_weight: got them with norm=False, expected None; they are the norm's own")
     _check_tables(first, q, cos, sin)

@@ -26,17 +26,20 @@ def qk_norm_rope(
     cos: Sequence[torch.Tensor] = (),
     sin: Sequence[torch.Tensor] = (),
     pairs: bool = True,
+    across_heads: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Apply RMSNorm and the rotary embedding to Q and K, and concatenate the parts of the sequence.
 
     Args:
         q: parts of the sequence, such as text and image: [B, S_i, H, D] each, fp16, bf16 or fp32, an even D up to 256.
         k: the same parts, [B, S_i, H_kv, D].
-        q_weight, k_weight: the norms' weights, one [D] for each part; None for none.
+        q_weight, k_weight: the norms' weights, one [D] for each part; None for none. With `across_heads` [H·D] and
+            [H_kv·D].
         norm: True for an RMSNorm over D, with `eps`.
         cos, sin: angles: one table [S, D] of the whole sequence, or one [S_i, D] for each part; [.., D / 2] for one
             angle a pair; empty for no rotary embedding.
         pairs: channels 2i and 2i + 1 are rotated together; False: channels i and i + D / 2.
+        across_heads: the norm is over all heads of a token, H·D numbers, not over each head.
     Returns: q [B, S, H, D] and k [B, S, H_kv, D] of q's dtype, contiguous. Computed in fp32 and rounded once.
     Raises: TypeError, ValueError, NotImplementedError before any launch; see checks/heads.py.
     Source: RMSNorm (arXiv:1910.07467), rotary embedding (arXiv:2104.09864).
@@ -47,11 +50,12 @@ def qk_norm_rope(
     given: list[Any] = []
     if {list, tuple}.issuperset(map(type, lists)):
         given = [x for values in lists for x in values]
-    options = (norm, eps, pairs, *(map(len, lists) if given else ()))
+    options = (norm, eps, pairs, across_heads, *(map(len, lists) if given else ()))
     key, result = try_replay("heads", tuple(given), options)
     if result is None:
-        check_heads(q, k, q_weight, k_weight, norm, eps, cos, sin)
-        arguments = (list(q), list(k), list(q_weight), list(k_weight), norm, float(eps), list(cos), list(sin), pairs)
+        check_heads(q, k, q_weight, k_weight, norm, eps, cos, sin, across_heads)
+        weights = list(q_weight), list(k_weight)
+        arguments = (list(q), list(k), *weights, norm, float(eps), list(cos), list(sin), pairs, across_heads)
         if key is not None:
             result = remember(key, lambda: _qk_norm_rope(*arguments), [x for x in given if x is not None])
         else:
@@ -71,13 +75,14 @@ def _without_gradients(arguments: Sequence[Any]) -> list[Any]:
 
 
 def _qk_norm_rope(
-    q: Any, k: Any, q_weight: Any, k_weight: Any, norm: bool, eps: float, cos: Any, sin: Any, pairs: bool
-) -> Any:
+    q: Any, k: Any, q_weight: Any, k_weight: Any, norm: bool, eps: float, cos: Any, sin: Any, pairs: bool,
+    across_heads: bool,
+) -> Any:  # fmt: skip
     if q[0].is_cuda and q[0].numel():
         from .._triton.heads.qk_norm_rope import launch_qk_norm_rope
 
-        return launch_qk_norm_rope(q, k, q_weight, k_weight, norm, eps, cos, sin, pairs)
-    return ref_qk_norm_rope(q, k, q_weight, k_weight, norm, eps, cos, sin, pairs)
+        return launch_qk_norm_rope(q, k, q_weight, k_weight, norm, eps, cos, sin, pairs, across_heads)
+    return ref_qk_norm_rope(q, k, q_weight, k_weight, norm, eps, cos, sin, pairs, across_heads)
 
 
 def _fake(q: Any, k: Any, *_: Any) -> Any:
@@ -91,10 +96,10 @@ def _of_op(*arguments: Any) -> Any:
     Compiled code calls the op this way.
     """
     check_called_below("qk_norm_rope")
-    q, k, q_weight, k_weight, norm, eps, cos, sin, pairs = arguments
+    q, k, q_weight, k_weight, norm, eps, cos, sin, pairs, across_heads = arguments
     lists = (q, k, q_weight, k_weight, cos, sin)
     given = tuple(x for values in lists for x in values)
-    key, result = try_replay("op heads", given, (norm, eps, pairs, *map(len, lists)), dispatched=True)
+    key, result = try_replay("op heads", given, (norm, eps, pairs, across_heads, *map(len, lists)), dispatched=True)
     if result is not None:
         return result
     if key is None:
@@ -104,6 +109,6 @@ def _of_op(*arguments: Any) -> Any:
 
 register(
     "qk_norm_rope(Tensor[] q, Tensor[] k, Tensor?[] q_weight, Tensor?[] k_weight, bool norm, float eps, Tensor[] cos, "
-    "Tensor[] sin, bool pairs) -> (Tensor, Tensor)",
+    "Tensor[] sin, bool pairs, bool across_heads) -> (Tensor, Tensor)",
     _of_op, _fake,
 )  # fmt: skip

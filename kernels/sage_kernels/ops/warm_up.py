@@ -60,7 +60,7 @@ class HeadsKind(NamedTuple):
         norm: whether there is an RMSNorm.
         weight_dtype: of the norms' weights; None: without.
         complex_angles: the angles are complex numbers [S, D / 2], not cos and sin [S, D]; both are fp32.
-        pairs: as of `qk_norm_rope`.
+        pairs, across_heads: as of `qk_norm_rope`.
     """
 
     dtype: torch.dtype
@@ -69,6 +69,7 @@ class HeadsKind(NamedTuple):
     weight_dtype: torch.dtype | None
     complex_angles: bool
     pairs: bool
+    across_heads: bool
 
 
 def loaded_kernels() -> list[Any]:
@@ -94,7 +95,8 @@ def heads_call(kind: HeadsKind, device: torch.device) -> Callable:
             cos, sin = torch.empty(LONG, width // 2, 2, dtype=torch.float32, device=device).unbind(-1)
         else:
             cos, sin = torch.empty(2, LONG, width, dtype=torch.float32, device=device)
-        launch_qk_norm_rope([q], [q], [weight], [weight], kind.norm, 1e-6, [cos], [sin], kind.pairs)
+        weights = [weight], [weight]
+        launch_qk_norm_rope([q], [q], *weights, kind.norm, 1e-6, [cos], [sin], kind.pairs, kind.across_heads)
 
     return call
 

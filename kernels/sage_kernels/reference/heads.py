@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 
-def ref_qk_norm_rope(q, k, q_weight, k_weight, norm, eps, cos, sin, pairs):
+def ref_qk_norm_rope(q, k, q_weight, k_weight, norm, eps, cos, sin, pairs, across_heads):
     """Compute `sage_kernels.qk_norm_rope` in fp32, with one rounding at the end."""
     results = []
     for parts, weights in ((q, q_weight), (k, k_weight)):
@@ -13,8 +13,9 @@ def ref_qk_norm_rope(q, k, q_weight, k_weight, norm, eps, cos, sin, pairs):
         for i, (x, weight) in enumerate(zip(parts, weights, strict=True)):
             y = x.float()
             if norm:
-                y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
-            y = y if weight is None else y * weight.float()
+                y = y * torch.rsqrt(y.square().mean((-2, -1) if across_heads else -1, keepdim=True) + eps)
+            if weight is not None:
+                y = y * (weight.reshape(x.shape[2:]) if across_heads else weight).float()
             if cos:
                 tokens = slice(0, x.shape[1]) if len(cos) > 1 else slice(first, first + x.shape[1])
                 c, s = (table[i if len(cos) > 1 else 0][tokens].float() for table in (cos, sin))

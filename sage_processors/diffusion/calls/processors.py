@@ -7,6 +7,7 @@ call is decided by shapes, dtypes and flags alone. That needs no device sync, an
 from __future__ import annotations
 
 import threading
+import types
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -20,6 +21,7 @@ from ...postponed.tensor import ordinary_in
 from ...reporting.fallbacks import Fallbacks
 from ...torch_modes import autocast
 from ...unsupported import REMEDIES, UnsupportedAttentionError
+from ..heads.nested_rotary import replaced
 from ..heads.postponed_heads import compute_heads
 from ..heads.rotary import is_rotary, rotary
 from ..host.dispatcher import exact, is_native, without_ours
@@ -291,4 +293,9 @@ def _other(value: Any) -> Any:
     return rotary(value, lambda: _running.processor) if is_rotary(value) else None
 
 
-STAND_INS = stand_ins(_sdpa, _dispatch, _other)
+def _nested(code: types.CodeType, scope: dict[str, Any]) -> tuple[types.CodeType, dict[str, Any]]:
+    """Replace a rotary embedding that a processor's code defines."""
+    return replaced(code, scope, lambda: _running.processor)
+
+
+STAND_INS = stand_ins(_sdpa, _dispatch, _other, _nested)

@@ -20,6 +20,7 @@ from ...postponed.region import current, opened
 from ...postponed.tensor import ordinary
 from ...reporting.event_counter import EventCounter
 from ...unsupported import PAG_REMEDY
+from ..heads.nested_rotary import NESTED
 from ..heads.rotary import is_rotary
 from ..host.patches import Binding, Patches
 from .processor_state import ProcessorState
@@ -111,7 +112,8 @@ def _sage_class(base: Any, fn: types.FunctionType) -> Any:
     """Make the class for a base with the current `__call__` `fn`."""
     binding = Binding(base, STAND_INS)
     called: list[Any] = [fn.__globals__.get(name) for name in fn.__code__.co_names]
-    binding.rotary = next((function.__name__ for function in called if is_rotary(function)), None)
+    names = [function.__name__ for function in called if is_rotary(function)]
+    binding.rotary = names[0] if names else NESTED if binding.has_nested else None
     has_rotary = binding.rotary is not None
     original: Any = base
 

@@ -80,7 +80,7 @@ def _fuse(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
         *([s.x for s in heads.segments] for heads in (q, k)),
         *([s.weight for s in heads.segments] for heads in (q, k)),
         segment.eps is not None, segment.eps or 0.0, [cos for cos, _ in tables], [sin for _, sin in tables],
-        angles[0].pairs if angles else True,
+        angles[0].pairs if angles else True, False,
     )  # fmt: skip
     node.args = (*(add_call(graph, node, operator.getitem, made, i) for i in (0, 1)), *rest)
     for nodes in (q.made, k.made):

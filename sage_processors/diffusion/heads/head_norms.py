@@ -38,12 +38,15 @@ class HeadNormState(NormState):
     def _waiting(self, x, dtype, forward, vectors, parameters):
         if self.kind != "rms" or vectors["bias"] is not None or not self.source.is_postponed or dtype != x.dtype:
             return None
-        if x.dim() != 4 or x.shape[3] % 2 or x.shape[3] > MAX_HEAD_DIM or x.stride(3) != 1:
+        across = x.dim() == 3  # one norm of all heads, which are split afterwards: `unflatten` checks their size
+        if x.dim() not in (3, 4) or x.stride(-1) != 1:
+            return None
+        if not across and (x.shape[3] % 2 or x.shape[3] > MAX_HEAD_DIM):
             return None
         weight = vectors["weight"]
-        if weight is not None and weight.shape != x.shape[3:]:
+        if weight is not None and weight.shape != x.shape[-1:]:
             return None
-        segment = Segment(Operand(x), Norm(weight, vectors["eps"], tuple(parameters)), None)
+        segment = Segment(Operand(x), Norm(weight, vectors["eps"], tuple(parameters), across), None)
         return PostponedHeads(x.shape, dtype, x.device, (segment,), None, (self.source,), forward)
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from sage_kernels import qk_norm_rope
+from sage_kernels.checks import MAX_HEAD_DIM
 
 from ...postponed.enclosure import Enclosure
 from ...postponed.region import current
@@ -15,14 +16,15 @@ from ...postponed.tensor import ChangedInputError, Operand, Postponed, ordinary_
 
 
 class Norm(NamedTuple):
-    """An RMSNorm over head_dim.
+    """An RMSNorm over head_dim, or across all heads of a token.
 
-    Attributes: weight: [D] or None. of: Operands of the parameters that it was read from.
+    Attributes: weight: [D], with across_heads [H·D], or None. of: Operands of the parameters that it was read from.
     """
 
     weight: torch.Tensor | None
     eps: float
     of: tuple[Operand, ...] = ()
+    across_heads: bool = False
 
 
 class Angles(NamedTuple):
@@ -51,7 +53,8 @@ class Angles(NamedTuple):
 class Segment(NamedTuple):
     """A segment of the sequence that was normalised and rotated by itself, such as the text tokens.
 
-    Attributes: x: Operand of the tensor [B, S, H, D] in front of both. norm, angles: None if there is no such op.
+    Attributes: x: Operand of the tensor [B, S, H, D] in front of both, or [B, S, H·D] of a norm across heads that are
+        not split yet. norm, angles: None if there is no such op.
     """
 
     x: Operand
@@ -89,10 +92,12 @@ class PostponedHeads(Postponed):
 
     Args: angles: of a rotary embedding of all segments together, or None. compute: function without arguments that
         returns the result of the model's own code, in 16 bit. of: other PostponedHeads that `compute` reads.
+        viewed: the one that the result is a view of, if any.
     """
 
-    def __init__(self, shape, dtype, device, segments, angles, sources, compute, of=()):
+    def __init__(self, shape, dtype, device, segments, angles, sources, compute, of=(), viewed=None):
         self._of: tuple[PostponedHeads, ...] = of
+        self._viewed: PostponedHeads | None = viewed
         self._segments: tuple[Segment, ...] = segments
         self._angles: Angles | None = angles
         self._sources: tuple[HeadSource, ...] = sources
@@ -122,6 +127,17 @@ class PostponedHeads(Postponed):
     def _reads(self, other):
         return any([other is x for x in self._of])
 
+    def tensor(self):
+        """Return the ordinary tensor for any use: whoever writes to a view writes to what it is a view of."""
+        if self._viewed is not None and not self._is_out:
+            self._viewed.tensor()
+        return super().tensor()
+
+    @property
+    def may_be_written(self) -> bool:
+        """True if the ordinary tensor was handed out, or one with the same memory."""
+        return self._is_out or (self._viewed is not None and self._viewed._is_out)
+
     @property
     def is_turned(self) -> bool:
         """True if a rotary embedding was applied to the whole sequence or to a segment."""
@@ -129,7 +145,7 @@ class PostponedHeads(Postponed):
 
     def turned(self, angles: Angles, compute) -> PostponedHeads | None:
         """Apply a rotary embedding to the whole sequence. Returns None if this one can't be postponed."""
-        if self.is_turned or self._is_out:
+        if self.is_turned or self.may_be_written or len(self._shape) != 4:
             return None
         segments: tuple[Segment, ...] = self._segments
         whole: Angles | None = angles
@@ -151,7 +167,9 @@ def _cat(args, kwargs):
     segments: tuple[Segment, ...] = ()
     sources: tuple[HeadSource, ...] = ()
     for x in tensors:
-        if type(x) is not PostponedHeads or x._is_out or x._angles is not None or x._dtype != first._dtype:
+        if type(x) is not PostponedHeads or x.may_be_written or x._angles is not None or x._dtype != first._dtype:
+            return None
+        if len(x._shape) != 4:
             return None
         if (x._shape[0], x._shape[2:]) != (first._shape[0], first._shape[2:]):
             return None
@@ -164,7 +182,38 @@ def _cat(args, kwargs):
     return PostponedHeads(shape, first._dtype, first._device, segments, None, sources, own, tuple(tensors))
 
 
-_KNOWN = {torch.cat: _cat, torch.concat: _cat}
+def _split(args, kwargs):
+    """Split the channels of all heads [B, S, H·D] into heads; None if the result can't be postponed."""
+    x = args[0]
+    names = ("dim", "sizes")
+    given = dict(zip(names, args[1:], strict=False)) | kwargs
+    if current() is None or type(x) is not PostponedHeads or given.keys() != set(names):
+        return None
+    sizes = given["sizes"]
+    if len(x._shape) != 3 or x.may_be_written or x.is_stale or given["dim"] not in (2, -1) or len(sizes) != 2:
+        return None
+    view = x._segments[0].x.tensor.unflatten(2, tuple(sizes))
+    if view.shape[3] % 2 or view.shape[3] > MAX_HEAD_DIM:
+        return None
+
+    def own():
+        return x.value().unflatten(2, tuple(sizes))
+
+    segment = x._segments[0]._replace(x=Operand(view))
+    return PostponedHeads(view.shape, x._dtype, x._device, (segment,), None, x._sources, own, (x,), x)
+
+
+def _type_as(args, kwargs):
+    """Cast an ordinary tensor to the dtype of postponed heads; None for other arguments."""
+    x, like = args if len(args) == 2 else (None, None)
+    if type(x) is not torch.Tensor or type(like) is not PostponedHeads or x.device != like._device:
+        return None
+    return x.to(like._dtype)
+
+
+_KNOWN = {
+    torch.cat: _cat, torch.concat: _cat, torch.Tensor.unflatten: _split, torch.Tensor.type_as: _type_as,
+}  # fmt: skip
 
 
 def compute_heads(query, key):
@@ -175,7 +224,7 @@ def compute_heads(query, key):
     if type(query) is not PostponedHeads or type(key) is not PostponedHeads:
         return ordinary_in(query), ordinary_in(key)
     sources = (*query._sources, *key._sources)
-    if query._is_out or key._is_out or not _fit(query, key):
+    if query.may_be_written or key.may_be_written or not _fit(query, key):
         return query.tensor(), key.tensor()
     if query.is_stale or key.is_stale:
         if all(source.is_proven for source in sources):
@@ -199,6 +248,7 @@ def compute_heads(query, key):
         cos=[x.cos for x in angles],
         sin=[x.sin for x in angles],
         pairs=not angles or angles[0].pairs,
+        across_heads=segment.norm is not None and segment.norm.across_heads,
     )
     return made
 
@@ -206,7 +256,7 @@ def compute_heads(query, key):
 def _fit(query: PostponedHeads, key: PostponedHeads) -> bool:
     """True if one kernel can compute both: same segments, angles, eps and dtype, and one kind of norm."""
     mine, others = query._segments, key._segments
-    if len(mine) != len(others) or query._dtype != key._dtype:
+    if len(mine) != len(others) or query._dtype != key._dtype or len(query._shape) != 4 or len(key._shape) != 4:
         return False
     first = mine[0]
     for segment, other in zip(mine, others, strict=True):
@@ -217,6 +267,8 @@ def _fit(query: PostponedHeads, key: PostponedHeads) -> bool:
                 return False
             if x.norm is not None and first.norm is not None:
                 if x.norm.eps != first.norm.eps or (x.norm.weight is None) != (first.norm.weight is None):
+                    return False
+                if x.norm.across_heads != first.norm.across_heads:
                     return False
             if x.angles is not None and x.angles.pairs != first.angles.pairs:  # type: ignore[union-attr]
                 return False

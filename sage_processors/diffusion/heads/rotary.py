@@ -65,9 +65,10 @@ def is_rotary(function) -> bool:
 def usual_angles(name: str) -> tuple[bool, bool]:
     """Return the form of angles that most models pass to the rotary embedding function of this name.
 
-    Returns: (True for complex numbers, True if channels 2i and 2i + 1 rotate together).
+    Returns: (True for complex numbers, or tables that lie in memory as they do; True if channels 2i and 2i + 1 rotate
+    together).
     """
-    return "sequence_dim" not in KNOWN[name][1], True
+    return name not in KNOWN or "sequence_dim" not in KNOWN[name][1], True
 
 
 def rotary(function, processor_of):
@@ -88,7 +89,8 @@ def rotary(function, processor_of):
                 op = torch.ops.sage_processors.rotary
                 return op(x, given, function.__name__, options["use_real"], options["use_real_unbind_dim"])
         elif is_known:
-            turned = _postponed(processor_of(), x, freqs_cis, options, function)
+            find = functools.partial(_angles, freqs_cis, options)
+            turned = postponed(processor_of(), x, find, lambda given: function(given, freqs_cis, **options))
             if turned is not None:
                 return turned
         return function(x, freqs_cis, *args, **kwargs)
@@ -96,8 +98,12 @@ def rotary(function, processor_of):
     return stand_in
 
 
-def _postponed(processor, x, freqs, options, function) -> PostponedHeads | None:
-    """Return the postponed result of a call, or None if it can't be postponed."""
+def postponed(processor, x, angles_of, own) -> PostponedHeads | None:
+    """Return the postponed result of rotating x [B, S, H, D], or None if it can't be postponed.
+
+    Args: angles_of: function of (x, its HeadSource) that returns the Angles, or None for unknown ones. own: function
+        that rotates an ordinary tensor in the model's own way.
+    """
     if processor is None or processor._sage.config is None or not CAN_WAIT or current() is None:
         return None
     is_postponed = type(x) is PostponedHeads
@@ -111,16 +117,15 @@ def _postponed(processor, x, freqs, options, function) -> PostponedHeads | None:
     source = processor._sage.waiting
     if not source.is_postponed:
         return None
-    angles = _angles(freqs, options, x, source)
+    angles = angles_of(x, source)
     if angles is None:
         return None
     if is_postponed:
-        return x.turned(angles, lambda: function(x.value(), freqs, **options))
+        return x.turned(angles, lambda: own(x.value()))
     if x.stride(3) != 1:
         return None
     segment = Segment(Operand(x), None, angles)
-    own = functools.partial(function, x, freqs, **options)
-    return PostponedHeads(shape, x.dtype, x.device, (segment,), None, (source,), own)
+    return PostponedHeads(shape, x.dtype, x.device, (segment,), None, (source,), functools.partial(own, x))
 
 
 def _freqs_of(freqs: Any, options: dict, x) -> tuple[torch.Tensor, ...] | None:

@@ -26,8 +26,10 @@ class Binding:
         is_of_libraries: True if all functions that the code uses by name come from a library. Only these may be given
             postponed results.
         reads_masks: True if the code asks which tokens of a mask are valid, so that lengths follow from its values.
+        has_nested: True if the code defines a rotary embedding that was replaced (heads/nested_rotary.py).
         is_replaced: True if `__call__` or an attention function was replaced. `inner` must not be used then.
-        rotary: name of the rotary embedding function in the code, if that can be postponed.
+        rotary: name of the rotary embedding function in the code, if that can be postponed; NESTED for one that the
+            code defines.
         face: the function that models see as `__call__`, if any. Its signature has to be right: models drop keyword
             arguments, such as masks and rotary embeddings, that it does not have.
     """
@@ -54,7 +56,7 @@ class Binding:
         if bound.calls == self.calls:
             self._whole = watch
         self._watch, self._bound_calls, self.inner = watch, bound.calls, bound.function
-        self.reads_masks = bound.reads_masks
+        self.reads_masks, self.has_nested = bound.reads_masks, bound.has_nested
         self.is_of_libraries = all(map(is_library_function, watch.functions()))
 
     def look(self) -> None:

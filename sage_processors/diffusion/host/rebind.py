@@ -27,7 +27,8 @@ class StandIns(NamedTuple):
     """The replacements for torch.nn.functional and for the two attention functions.
 
     torch: replaces torch in code that calls torch.nonzero. other: maps any other global to its replacement, or to None
-    if it stays.
+    if it stays. nested: maps (code, its globals) to code with replacements of functions that it defines itself, and
+    the globals which these need.
     """
 
     functional: types.ModuleType
@@ -35,6 +36,7 @@ class StandIns(NamedTuple):
     sdpa: types.FunctionType
     dispatch: types.FunctionType
     other: Callable[[object], object]
+    nested: Callable[[types.CodeType, dict[str, Any]], tuple[types.CodeType, dict[str, Any]]]
 
 
 class _Functional(types.ModuleType):
@@ -51,13 +53,13 @@ class _Torch(types.ModuleType):
         return getattr(torch, name)
 
 
-def stand_ins(sdpa, dispatch, other=lambda value: None) -> StandIns:
+def stand_ins(sdpa, dispatch, other=lambda value: None, nested=lambda code, scope: (code, {})) -> StandIns:
     """Return stand-ins that call `sdpa` and `dispatch` with the arguments of the original functions."""
     functional: Any = _Functional("torch.nn.functional")
     functional.scaled_dot_product_attention = sdpa
     whole: Any = _Torch("torch")
     whole.nonzero = valid_tokens.nonzero
-    return StandIns(functional, whole, sdpa, dispatch, other)
+    return StandIns(functional, whole, sdpa, dispatch, other, nested)
 
 
 def _stand_in(value, names, ops: StandIns):
@@ -136,13 +138,15 @@ class Bound(NamedTuple):
         made_of: the original functions that it runs, or that a stand-in replaces.
         seen: the globals it was made with.
         reads_masks: as in Found.
+        has_nested: `StandIns.nested` replaced a function.
     """
 
     function: types.FunctionType
     calls: int
     made_of: list[types.FunctionType]
     seen: dict[str, Any]
-    reads_masks: bool = False
+    reads_masks: bool
+    has_nested: bool
 
 
 def rebind(fn, ops: StandIns) -> Bound:
@@ -152,7 +156,9 @@ def rebind(fn, ops: StandIns) -> Bound:
     scope = scope_of(seen, found.replaced)
     scope.update({name: with_globals(helper, scope) for name, helper in found.helpers.items()})
     made_of = [fn, *found.helpers.values(), *found.others]
-    return Bound(with_globals(fn, scope), found.calls, made_of, seen, found.reads_masks)
+    code, added = ops.nested(fn.__code__, seen) if found.calls else (fn.__code__, {})
+    scope.update(added)
+    return Bound(with_globals(fn, scope, code=code), found.calls, made_of, seen, found.reads_masks, bool(added))
 
 
 _LOOK_ONLY = stand_ins(F.scaled_dot_product_attention, dispatch_attention_fn)

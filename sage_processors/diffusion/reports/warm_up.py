@@ -170,7 +170,8 @@ def heads_kinds(denoiser, device: torch.device, *, only_seen: bool = False) -> l
         if is_rms:
             weight = norm._parameters.get("weight")
         dtype = None if weight is None else weight.dtype
-        found.append(HeadsKind(kind.dtype, kind.head_dim, is_rms, dtype, *usual_angles(rotary)))
+        across = is_rms and norm_width(norm) not in (None, ANY_WIDTH, kind.head_dim)
+        found.append(HeadsKind(kind.dtype, kind.head_dim, is_rms, dtype, *usual_angles(rotary), across))
     return list(dict.fromkeys(found))
 
 

@@ -18,13 +18,17 @@ import sage_processors as sp
 from sage_processors.diffusion.heads import rotary
 from sage_processors.linears.modules import is_swapped
 from sage_processors.linears.postponed.norm_layers import NormState
+from sage_processors.patching.nested import mapped
 from tests.support.tiny_models import MODELS
 
 
 pytestmark = pytest.mark.usefixtures("library_tests")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 # model → passes over queries and keys in a forward, one for each attention layer whose heads are turned as one
-WAIT = {"flux": 2, "flux2": 2, "chroma": 2, "bria": 2, "ovis_image": 2, "longcat_image": 2, "qwen_image": 1}
+WAIT = {
+    "flux": 2, "flux2": 2, "chroma": 2, "bria": 2, "ovis_image": 2, "longcat_image": 2, "qwen_image": 1,
+    "wan_t2v": 1, "wan_i2v": 1, "wan_vace": 3, "skyreels": 1, "chrono_edit": 1, "z_image": 3,
+}  # fmt: skip
 
 
 @pytest.fixture(params=DEVICES)
@@ -54,8 +58,13 @@ def built(name, device="cpu", dtype=torch.float32):
     for key, parameter in model.named_parameters():
         if "norm" in key and parameter.dim() == 1:
             parameter.data = torch.rand_like(parameter) + 0.5
-    inputs = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
+    inputs = {key: mapped(value, lambda x: x.to(device)) for key, value in inputs.items()}
     return model.to(device, dtype), inputs
+
+
+def result(model, inputs):
+    made = model(**inputs)[0]
+    return made[0] if isinstance(made, list) else made
 
 
 @contextmanager
@@ -78,11 +87,11 @@ def test_one_pass_makes_what_the_model_makes(name, device, monkeypatch):
     model, inputs = built(name, device)
     with sp.apply(model, config()) as handle:
         with nothing_waits(monkeypatch), Passes() as passes:
-            expected = model(**inputs)[0]
+            expected = result(model, inputs)
         assert not passes.calls
         for _ in range(2):  # the first one computes what waits as well
             with Passes() as passes:
-                got = model(**inputs)[0]
+                got = result(model, inputs)
             assert len(passes.calls) == WAIT[name]
             assert all(call["norm"] and call["angles"] for call in passes.calls)
             # codes of Q and K that were rounded the other way
@@ -90,32 +99,35 @@ def test_one_pass_makes_what_the_model_makes(name, device, monkeypatch):
         assert handle.report().calls and not handle.report().fallbacks
 
 
-def test_queries_and_keys_are_the_models_own_to_the_last_rounding(monkeypatch):
+@pytest.mark.parametrize("name", ["flux", "wan_i2v", "z_image"])
+def test_queries_and_keys_are_the_models_own_to_the_last_rounding(name, monkeypatch):
     """Of every call: to fp32's, where the model rounds nothing in between."""
     from sage_processors.diffusion.calls import processors
 
-    model, inputs = built("flux")
+    model, inputs = built(name)
     seen = []
     compute_heads = processors.compute_heads
 
     def compare(query, key):
         made = compute_heads(query, key)
-        seen.extend(zip(made, (query.value(), key.value()), strict=True))
+        if type(query) is not torch.Tensor:
+            seen.extend(zip(made, (query.value(), key.value()), strict=True))
         return made
 
     monkeypatch.setattr(processors, "compute_heads", compare)
     with sp.apply(model, config()):
         model(**inputs)
         model(**inputs)
-    assert len(seen) == 8
+    assert len(seen) == {"flux": 8, "wan_i2v": 12, "z_image": 12}[name]
     for got, expected in seen:
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["flux", "qwen_image"])
+@pytest.mark.parametrize("name", ["flux", "qwen_image", "wan_i2v"])
 def test_layers_that_stay_exact_keep_the_models_bits(name, device):
     model, inputs = built(name, device, torch.bfloat16)
-    inputs = {k: v.bfloat16() if k.endswith("states") or "pooled" in k else v for k, v in inputs.items()}
+    half = ("hidden_states", "encoder_hidden_states", "encoder_hidden_states_image", "pooled_projections")
+    inputs = {k: v.bfloat16() if k in half else v for k, v in inputs.items()}
     expected = model(**inputs)[0]
     with sp.apply(model, config(layers={"*": {"recipe": "16bit"}})) as handle, Passes() as passes:
         for _ in range(3):

@@ -139,7 +139,7 @@ def test_options_by_layer_decide_and_short_calls_need_nothing(monkeypatch):
         assert [kind.tokens for kind in found] == [lengths] * bool(lengths)
 
 
-@pytest.mark.parametrize("name", ["flux", "flux2", "chroma", "qwen_image", "unet_sd15"])
+@pytest.mark.parametrize("name", ["flux", "flux2", "chroma", "qwen_image", "wan_t2v", "z_image", "unet_sd15"])
 def test_heads_are_made_ready_by_the_kernel_that_was_compiled_ahead(name, monkeypatch):
     """Not the lengths: what a kernel is specialised for are types, constants, and strides as 1 or multiples of 16."""
     pytest.importorskip("triton")
@@ -156,9 +156,10 @@ def test_heads_are_made_ready_by_the_kernel_that_was_compiled_ahead(name, monkey
         assert len(kind) == 8 + 10
         kinds.add(frozenset((kind | constants).items()))
 
-    def made_ready(*arguments, norm, eps, cos, sin, pairs):
-        heads.launch_qk_norm_rope(*arguments, norm, eps, cos, sin, pairs)
-        return qk_norm_rope(*arguments, norm=norm, eps=eps, cos=cos, sin=sin, pairs=pairs)
+    def made_ready(*arguments, norm, eps, cos, sin, pairs, across_heads):
+        heads.launch_qk_norm_rope(*arguments, norm, eps, cos, sin, pairs, across_heads)
+        options = {"eps": eps, "cos": cos, "sin": sin, "pairs": pairs, "across_heads": across_heads}
+        return qk_norm_rope(*arguments, norm=norm, **options)
 
     monkeypatch.setattr(heads, "launch", launch)
     model, inputs = MODELS[name]()

@@ -390,12 +390,13 @@ def plan_step(name: str, width: int):
     return row("plan_step", _plan_step_kernel, name, constants, types, num_warps=1)
 
 
-def heads(name: str, width: int, pairs: bool):
-    """Norm and rotary embedding of Q and K, with angles [S, D] that lie one after the other."""
+def heads(name: str, width: int, pairs: bool, across: bool = False):
+    """Norm and rotary embedding of Q and K, with angles [S, D] that lie one after the other, or [S, D / 2] of Wan."""
     constants = {
         "HEAD_DIM": width, "HALF": width // 2, "TOKENS": _TOKENS, "HEADS": _HEADS, "PAIRS": pairs, "NORM": True,
-        "HAS_WEIGHT": True, "ROTARY": True, "HALF_TABLE": False, "stride_cc": 1, "stride_sc": 1,
+        "HAS_WEIGHT": True, "ACROSS_HEADS": across, "ROTARY": True, "HALF_TABLE": across,
     }  # fmt: skip
+    constants |= {} if across else {"stride_cc": 1, "stride_sc": 1}
     types = dict.fromkeys(("q_ptr", "k_ptr", "q_out_ptr", "k_out_ptr", "q_weight_ptr", "k_weight_ptr"), "*bf16")
     return row("qk_norm_rope", _qk_norm_rope_kernel, name, constants, types | {"eps": "fp32"}, num_warps=4)
 
@@ -705,6 +706,7 @@ def kernels(name: str):
     yield f"{name}/pre_balance/128", pre_balance(name, 128)
     for pairs in (True, False):
         yield f"{name}/qk_norm_rope/128/{'pairs' if pairs else 'halves'}", heads(name, 128, pairs)
+    yield f"{name}/qk_norm_rope/128/across_heads", heads(name, 128, True, across=True)
     if name in FULL_TARGETS:
         for block in (8, 64, 256):
             yield f"{name}/rotate/{block}", rotate(name, block)

@@ -44,11 +44,12 @@ def make(tier, monkeypatch):
     return call
 
 
-def inputs(parts, heads, kv_heads, width, dtype=torch.float32, seed=0):
+def inputs(parts, heads, kv_heads, width, dtype=torch.float32, seed=0, across=False):
     """Q, K of a merged projection, which lie between each other, and their norms' weights, other ones for each."""
     torch.manual_seed(seed)
     merged = [torch.randn(2, tokens, heads + 2 * kv_heads, width).to(dtype) for tokens in parts]
-    weights = [[(torch.rand(width) + 0.5).to(dtype) for _ in parts] for _ in "qk"]
+    of = [width * (count if across else 1) for count in (heads, kv_heads)]
+    weights = [[(torch.rand(numbers) + 0.5).to(dtype) for _ in parts] for numbers in of]
     return [x[:, :, :heads] for x in merged], [x[:, :, heads : heads + kv_heads] for x in merged], *weights
 
 
@@ -57,12 +58,15 @@ def tables(tokens, width, half):
     return [[torch.randn(n, width // 2 if half else width) for n in tokens] for _ in "cs"]
 
 
-def defined(parts, weights, norm, cos, sin, pairs):
+def defined(parts, weights, norm, cos, sin, pairs, across=False):
     """In fp64, by indices of channels."""
     done, first = [], 0
     for i, (x, weight) in enumerate(zip(parts, weights, strict=True)):
         width = x.shape[-1]
-        y = F.rms_norm(x.double(), (width,), None if weight is None else weight.double(), EPS) if norm else x.double()
+        y = x.double().flatten(2) if across else x.double()
+        if norm:
+            y = F.rms_norm(y, y.shape[-1:], None if weight is None else weight.double(), EPS)
+        y = y.reshape(x.shape)
         if cos:
             of_part = len(cos) > 1
             rows = slice(0, x.shape[1]) if of_part else slice(first, first + x.shape[1])
@@ -80,13 +84,13 @@ def defined(parts, weights, norm, cos, sin, pairs):
     return torch.cat(done, 1)
 
 
-def check(make, q, k, q_weight, k_weight, *, norm=True, cos=(), sin=(), pairs=True):
-    got = make(q, k, q_weight, k_weight, norm=norm, eps=EPS, cos=cos, sin=sin, pairs=pairs)
+def check(make, q, k, q_weight, k_weight, *, norm=True, cos=(), sin=(), pairs=True, across=False):
+    got = make(q, k, q_weight, k_weight, norm=norm, eps=EPS, cos=cos, sin=sin, pairs=pairs, across_heads=across)
     dtype = q[0].dtype
     for result, parts, weights in zip(got, (q, k), (q_weight, k_weight), strict=True):
-        expected = defined(parts, weights, norm, cos, sin, pairs)
+        expected = defined(parts, weights, norm, cos, sin, pairs, across)
         assert result.dtype == dtype and result.shape == expected.shape
-        # fp32 sums of 256 squares at most, five products; then one rounding
+        # fp32 sums of 8192 squares at most, five products; then one rounding
         most = max([1.0, *(t.abs().max().item() for t in (*cos, *sin) if t.numel())])
         largest = most * max(x.abs().max().item() for x in parts if x.numel())
         half_unit = _HALF_UNIT[dtype] * (2 if make.cut_off and dtype == torch.bfloat16 else 1)
@@ -122,6 +126,28 @@ def test_any_number_of_parts_tokens_and_heads(make, parts, counts):
     check(make, q, k, *weights, cos=cos, sin=sin)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("counts", [(1, 1), (3, 3), (12, 2), (17, 9), (40, 40)])
+def test_a_norm_across_heads(make, counts, dtype):
+    """One RMSNorm over all heads of a token, as Wan's, whose size differs from head to head."""
+    parts = (5, 3)
+    for width, affine, pairs in [(16, True, True), (10, False, False), (128, True, True)]:
+        q, k, *weights = inputs(parts, *counts, width, dtype, across=True)
+        for x in (*q, *k):
+            x *= torch.logspace(-1, 1, x.shape[2])[:, None].to(dtype)
+        weights = weights if affine else [[None, None]] * 2
+        cos, sin = tables([sum(parts)], width, True)
+        check(make, q, k, *weights, cos=cos, sin=sin, pairs=pairs, across=True)
+        check(make, q, k, *weights, across=True)
+
+
+def test_angles_of_every_second_channel(make):
+    """The tables of Wan, whose cosines and sines lie at even and at odd channels."""
+    q, k, *weights = inputs((9,), 3, 3, 32, across=True)
+    cos, sin = torch.randn(2, 1, 9, 1, 32)
+    check(make, q, k, *weights, cos=[cos[0, :, 0, 0::2]], sin=[sin[0, :, 0, 1::2]], across=True)
+
+
 def test_angles_that_lie_between_others(make):
     """Complex numbers, of which cos and sin are views, at odd addresses."""
     q, k, *weights = inputs((3, 5), 2, 2, 32)
@@ -154,8 +180,9 @@ def test_opcheck_and_compiled_as_eager(device):
     cos, sin = ([x.to(device) for x in values] for values in tables([8], 16, False))
     op = torch.ops.sage_kernels.qk_norm_rope.default
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-    torch.library.opcheck(op, (q, k, *weights, True, EPS, cos, sin, True), test_utils=tests)
-    torch.library.opcheck(op, (q, k, [None] * 2, [None] * 2, False, EPS, [], [], True), test_utils=tests)
+    torch.library.opcheck(op, (q, k, *weights, True, EPS, cos, sin, True, False), test_utils=tests)
+    torch.library.opcheck(op, (q, k, [None] * 2, [None] * 2, False, EPS, [], [], True, False), test_utils=tests)
+    torch.library.opcheck(op, (q, k, [None] * 2, [None] * 2, True, EPS, [], [], True, True), test_utils=tests)
 
     def call(q, k):
         return qk_norm_rope(q, k, *weights, cos=cos, sin=sin)
@@ -218,6 +245,12 @@ CALLS = {
         "q_weight[0]: got shape (15,) on cpu",
     ),
     "weights of no norm": (bad((Q,), (Q,), [W], [W], norm=False), ValueError, "with norm=False, expected None"),
+    "one head's weight": (
+        bad((Q,), (Q,), [W], [W], across_heads=True),
+        ValueError,
+        "q_weight[0]: got shape (16,) on cpu, expected [48], contiguous",
+    ),
+    "across heads without a norm": (bad(norm=False, across_heads=True), ValueError, "got True with norm=False"),
     "eps": (bad(eps=-1.0), ValueError, "eps: got -1.0, expected a finite number >= 0"),
     "no sin": (bad(cos=[TABLE]), ValueError, "cos, sin: got 1 and 0 tables"),
     "too many tables": (bad(cos=[TABLE] * 2, sin=[TABLE] * 2), ValueError, "cos, sin: got 2 and 2 tables"),

@@ -321,7 +321,7 @@ def test_E24_a_call_that_was_made_before_refuses_derivatives_too(device):
     options = (None, None, 0.1, "per_token", True, "", None, 0.0, DEFAULT_RECIPE, "none")
     calls = {
         "attention": lambda x: ops.attention(x, x, x, *options),
-        "qk_norm_rope": lambda x: ops.qk_norm_rope([x], [x + 0], [None], [None], True, 1e-6, [], [], True)[0],
+        "qk_norm_rope": lambda x: ops.qk_norm_rope([x], [x + 0], [None], [None], True, 1e-6, [], [], True, False)[0],
         "quantize_activation": lambda x: ops.quantize_activation(x, *of_rows)[1],
         "quantized_linear": lambda x: ops.quantized_linear(*rows, *weight, None, "none", None, x, torch.float32),
         "dynamic_linear": lambda x: ops.dynamic_linear(x, *of_rows, *of_product, torch.float32),

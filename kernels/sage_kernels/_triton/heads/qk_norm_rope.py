@@ -45,36 +45,17 @@ def _store_pairs(ptr, a, b, inside, PAIRS: tl.constexpr, HALF: tl.constexpr, HEA
         tl.store(ptr + channel + HEAD_DIM // 2, b, mask=inside)
 
 
-@triton.jit(
-    do_not_specialize=["tokens", "first", "total", "q_heads", "k_heads", "q_groups", "groups", "table_first", "eps"],
-    do_not_specialize_on_alignment=["cos_ptr", "sin_ptr"],
-)
-def _qk_norm_rope_kernel(
-    q_ptr, k_ptr, q_out_ptr, k_out_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr,
-    stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_ct, stride_cc, stride_st, stride_sc,
-    tokens, first, total, q_heads, k_heads, q_groups, groups, table_first, eps,
-    HEAD_DIM: tl.constexpr, HALF: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr,
-    NORM: tl.constexpr, HAS_WEIGHT: tl.constexpr, ROTARY: tl.constexpr, HALF_TABLE: tl.constexpr,
+@triton.jit
+def _finish_heads(
+    out_ptr, a, b, scale, head, token, inside, weight_ptr, cos_ptr, sin_ptr, stride_ct, stride_cc, stride_st,
+    stride_sc, tokens, table_first,
+    HEAD_DIM: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr, NORM: tl.constexpr, HAS_WEIGHT: tl.constexpr,
+    ACROSS_HEADS: tl.constexpr, ROTARY: tl.constexpr, HALF_TABLE: tl.constexpr,
 ):  # fmt: skip
-    """Write tokens [first, first + tokens) of the result.
+    """Scale, weight and rotate both channels of each pair, and store them.
 
-    Grid: samples × tiles of tokens × groups of heads; groups of Q's heads come before those of K's.
+    out_ptr: addresses of rows, [TOKENS, HEADS, 1]. scale: [TOKENS, HEADS or 1, 1]; read with NORM only.
     """
-    program = tl.program_id(0)
-    group, tile = program % groups, program // groups
-    tiles = tl.cdiv(tokens, TOKENS)
-    sample, token = (tile // tiles).to(tl.int64), (tile % tiles) * TOKENS + tl.arange(0, TOKENS)
-    is_q = group < q_groups
-    heads = tl.where(is_q, q_heads, k_heads)
-    head = tl.where(is_q, group, group - q_groups) * HEADS + tl.arange(0, HEADS)
-    inside = (token < tokens)[:, None, None] & (head < heads)[None, :, None]
-    here, there = token.to(tl.int64)[:, None, None], head.to(tl.int64)[None, :, None]
-    to = ((sample * total + first + here) * heads + there) * HEAD_DIM
-    if is_q:
-        x_ptr = q_ptr + sample * stride_qb + here * stride_qs + there * stride_qh
-    else:
-        x_ptr = k_ptr + sample * stride_kb + here * stride_ks + there * stride_kh
-    a, b = _load_pairs(x_ptr, inside, PAIRS, HALF, HEAD_DIM)
     pair = tl.arange(0, HALF)
     second = pair + HEAD_DIM // 2
     at = pair
@@ -82,13 +63,16 @@ def _qk_norm_rope_kernel(
         at, second = 2 * pair, 2 * pair + 1
     is_pair = pair < HEAD_DIM // 2
     if NORM:
-        mean = tl.div_rn(tl.sum(a * a, 2) + tl.sum(b * b, 2), tl.zeros_like(tl.sum(a, 2)) + HEAD_DIM)
-        scale = tl.rsqrt(mean + eps)[:, :, None]
         a, b = a * scale, b * scale
     if HAS_WEIGHT:
-        weight_ptr = q_weight_ptr if is_q else k_weight_ptr
-        a = a * tl.load(weight_ptr + at, mask=is_pair, other=0.0).to(tl.float32)[None, None, :]
-        b = b * tl.load(weight_ptr + second, mask=is_pair, other=0.0).to(tl.float32)[None, None, :]
+        if ACROSS_HEADS:
+            weight_ptr += head[:, None] * HEAD_DIM
+            known = tl.max(inside.to(tl.int32), 0).to(tl.int1) & is_pair[None, :]
+            a = a * tl.load(weight_ptr + at[None, :], mask=known, other=0.0).to(tl.float32)[None, :, :]
+            b = b * tl.load(weight_ptr + second[None, :], mask=known, other=0.0).to(tl.float32)[None, :, :]
+        else:
+            a = a * tl.load(weight_ptr + at, mask=is_pair, other=0.0).to(tl.float32)[None, None, :]
+            b = b * tl.load(weight_ptr + second, mask=is_pair, other=0.0).to(tl.float32)[None, None, :]
     if ROTARY:
         row = (table_first + token).to(tl.int64)[:, None]
         known = (token < tokens)[:, None] & is_pair[None, :]
@@ -104,17 +88,83 @@ def _qk_norm_rope_kernel(
             cos_b = tl.load(cos + second[None, :] * stride_cc, mask=known, other=0.0).to(tl.float32)[:, None, :]
             sin_b = tl.load(sin + second[None, :] * stride_sc, mask=known, other=0.0).to(tl.float32)[:, None, :]
         a, b = a * cos_a - b * sin_a, b * cos_b + a * sin_b
-    out_ptr = q_out_ptr if is_q else k_out_ptr
-    _store_pairs(out_ptr + to, a, b, inside, PAIRS, HALF, HEAD_DIM)
+    _store_pairs(out_ptr, a, b, inside, PAIRS, HALF, HEAD_DIM)
 
 
-def launch_qk_norm_rope(q, k, q_weight, k_weight, norm, eps, cos, sin, pairs):
+@triton.jit(
+    do_not_specialize=["tokens", "first", "total", "q_heads", "k_heads", "q_groups", "groups", "table_first", "eps"],
+    do_not_specialize_on_alignment=["cos_ptr", "sin_ptr"],
+)
+def _qk_norm_rope_kernel(
+    q_ptr, k_ptr, q_out_ptr, k_out_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr,
+    stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_ct, stride_cc, stride_st, stride_sc,
+    tokens, first, total, q_heads, k_heads, q_groups, groups, table_first, eps,
+    HEAD_DIM: tl.constexpr, HALF: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr,
+    NORM: tl.constexpr, HAS_WEIGHT: tl.constexpr, ACROSS_HEADS: tl.constexpr, ROTARY: tl.constexpr,
+    HALF_TABLE: tl.constexpr,
+):  # fmt: skip
+    """Write tokens [first, first + tokens) of the result.
+
+    Grid: samples × tiles of tokens × groups of heads; groups of Q's heads come before those of K's. With ACROSS_HEADS
+    Q and K are one group each, whose program reads all heads twice: for the norm, then for the result.
+    """
+    program = tl.program_id(0)
+    group, tile = program % groups, program // groups
+    tiles = tl.cdiv(tokens, TOKENS)
+    sample, token = (tile // tiles).to(tl.int64), (tile % tiles) * TOKENS + tl.arange(0, TOKENS)
+    is_q = group < q_groups
+    heads = tl.where(is_q, q_heads, k_heads)
+    here = token.to(tl.int64)[:, None, None]
+    if is_q:
+        x_ptr = q_ptr + sample * stride_qb + here * stride_qs
+    else:
+        x_ptr = k_ptr + sample * stride_kb + here * stride_ks
+    stride_h = tl.where(is_q, stride_qh, stride_kh)
+    out_ptr = (q_out_ptr if is_q else k_out_ptr) + (sample * total + first + here) * heads * HEAD_DIM
+    weight_ptr = q_weight_ptr if is_q else k_weight_ptr
+    if ACROSS_HEADS:
+        square = tl.zeros([TOKENS], tl.float32)
+        for start in range(0, heads, HEADS):
+            head = start + tl.arange(0, HEADS)
+            inside = (token < tokens)[:, None, None] & (head < heads)[None, :, None]
+            there = head.to(tl.int64)[None, :, None]
+            a, b = _load_pairs(x_ptr + there * stride_h, inside, PAIRS, HALF, HEAD_DIM)
+            square += tl.sum(tl.sum(a * a, 2) + tl.sum(b * b, 2), 1)
+        mean = tl.div_rn(square, tl.zeros_like(square) + heads * HEAD_DIM)
+        scale = tl.rsqrt(mean + eps)[:, None, None]
+        for start in range(0, heads, HEADS):
+            head = start + tl.arange(0, HEADS)
+            inside = (token < tokens)[:, None, None] & (head < heads)[None, :, None]
+            there = head.to(tl.int64)[None, :, None]
+            a, b = _load_pairs(x_ptr + there * stride_h, inside, PAIRS, HALF, HEAD_DIM)
+            _finish_heads(
+                out_ptr + there * HEAD_DIM, a, b, scale, head, token, inside, weight_ptr, cos_ptr, sin_ptr, stride_ct,
+                stride_cc, stride_st, stride_sc, tokens, table_first,
+                HEAD_DIM, HALF, PAIRS, NORM, HAS_WEIGHT, ACROSS_HEADS, ROTARY, HALF_TABLE,
+            )  # fmt: skip
+    else:
+        head = tl.where(is_q, group, group - q_groups) * HEADS + tl.arange(0, HEADS)
+        inside = (token < tokens)[:, None, None] & (head < heads)[None, :, None]
+        there = head.to(tl.int64)[None, :, None]
+        a, b = _load_pairs(x_ptr + there * stride_h, inside, PAIRS, HALF, HEAD_DIM)
+        scale = 1.0
+        if NORM:
+            mean = tl.div_rn(tl.sum(a * a, 2) + tl.sum(b * b, 2), tl.zeros_like(tl.sum(a, 2)) + HEAD_DIM)
+            scale = tl.rsqrt(mean + eps)[:, :, None]
+        _finish_heads(
+            out_ptr + there * HEAD_DIM, a, b, scale, head, token, inside, weight_ptr, cos_ptr, sin_ptr, stride_ct,
+            stride_cc, stride_st, stride_sc, tokens, table_first,
+            HEAD_DIM, HALF, PAIRS, NORM, HAS_WEIGHT, ACROSS_HEADS, ROTARY, HALF_TABLE,
+        )  # fmt: skip
+
+
+def launch_qk_norm_rope(q, k, q_weight, k_weight, norm, eps, cos, sin, pairs, across_heads):
     """Launch `sage_kernels.qk_norm_rope`, once for each part of the sequence."""
     batch, _, q_heads, head_dim = q[0].shape
     k_heads, total = k[0].shape[2], sum(x.shape[1] for x in q)
     q_out = buffer(batch, total, q_heads, head_dim, dtype=q[0].dtype, device=q[0].device, returned=True)
     k_out = buffer(batch, total, k_heads, head_dim, dtype=q[0].dtype, device=q[0].device, returned=True)
-    q_groups, k_groups = -(-q_heads // _HEADS), -(-k_heads // _HEADS)
+    q_groups, k_groups = (1, 1) if across_heads else (-(-q_heads // _HEADS), -(-k_heads // _HEADS))
     half = 1 << max(3, (head_dim // 2 - 1).bit_length())
     first = 0
     with torch.cuda.device_of(q_out):
@@ -131,7 +181,7 @@ def launch_qk_norm_rope(q, k, q_weight, k_weight, norm, eps, cos, sin, pairs):
                     tokens, first, total, q_heads, k_heads, q_groups, q_groups + k_groups,
                     0 if len(cos) > 1 else first, eps,
                     HEAD_DIM=head_dim, HALF=half, TOKENS=_TOKENS, HEADS=_HEADS, PAIRS=pairs, NORM=norm,
-                    HAS_WEIGHT=weights[0] is not None, ROTARY=bool(cos),
+                    HAS_WEIGHT=weights[0] is not None, ACROSS_HEADS=across_heads, ROTARY=bool(cos),
                     HALF_TABLE=bool(cos) and table[0].shape[1] * 2 == head_dim, num_warps=4, enable_fp_fusion=False,
                 )  # fmt: skip
             first += tokens
