@@ -108,6 +108,7 @@ class Handle:
             raise ValueError(
                 "pipe: got a pipeline without a unet, transformer or controlnet, expected at least one of them"
             )
+        self._kernels.get_ready(models.values(), self.config.linears.format)
         for denoiser in [p for p in self._denoisers if models.get(p.name) is not p.model]:
             denoiser.uninstall()
             self._denoisers.remove(denoiser)

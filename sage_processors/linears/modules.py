@@ -14,6 +14,7 @@ from sage_kernels import QuantizedRows
 from sage_kernels.compat import is_any_autocast, is_differentiating_forward
 
 from ..patching.derived import Derived, derived
+from ..postponed.casts import PostponedCast
 from ..postponed.region import in_thread, is_caller_known
 from ..postponed.tensor import CAN_WAIT, Postponed, is_dual, ordinary_in, version_of
 from ..torch_modes import is_autocast
@@ -332,9 +333,15 @@ def norm_class(base: Any) -> Any:
     def forward(self, *args, **kwargs):
         if torch.compiler.is_compiling() or kwargs or len(args) != 1 or not hasattr(self, "_sage"):
             return base.forward(self, *args, **kwargs)
-        x = args[0].tensor() if isinstance(args[0], Postponed) else args[0]
-        waiting = None if not is_caller_known(1) else self._sage.postpone(self, x, base.forward)
-        return base.forward(self, x) if waiting is None else waiting
+        x, waiting = args[0], None
+        if is_caller_known(1):
+            narrow = x.stored() if type(x) is PostponedCast else None
+            if narrow is not None:
+                waiting = self._sage.postpone(self, narrow, base.forward, x.dtype)
+            else:
+                x = x.tensor() if isinstance(x, Postponed) else x
+                waiting = self._sage.postpone(self, x, base.forward)
+        return base.forward(self, ordinary_in(x)) if waiting is None else waiting
 
     return derived(_SwappedNorm, base, forward, norm_class)
 

@@ -10,6 +10,7 @@ import torch
 from ..patching.block_state import block_state
 from ..patching.derived import Derived, derived
 from ..patching.patched import Owner
+from .casts import with_castable_input
 from .enclosure import Enclosure
 from .region import current, opened
 from .tensor import ordinary
@@ -45,8 +46,12 @@ def block_class(base: Any) -> Any:
         enclosure = None if state is None else state.enclosure
         if enclosure is None or current() is not None or not enclosure.is_closed(self, args, kwargs):
             return own(*args, **kwargs)
-        with opened():
-            return ordinary(own(*args, **kwargs))
+        with opened() as region:
+            if enclosure.has_casts:
+                args = with_castable_input(args, tuple(kwargs.values()))
+            result = ordinary(own(*args, **kwargs))
+            enclosure.has_casts = region.has_casts
+            return result
 
     made = derived(_EnclosedBlock, base, forward, block_class)
     return made

@@ -36,9 +36,11 @@ class Enclosure:
         owner: Owner of the swap that enclosed the block and will undo it; None in a copy.
         modules: the block and all modules in it; empty before the first call.
         obstacle: the code that is not a library's, in a few words; "" if there is none.
+        has_casts: the last call postponed casts to a wider dtype.
     """
 
     owner: Any = None
+    has_casts = False
     modules: tuple[nn.Module, ...] = ()
     obstacle = ""
 

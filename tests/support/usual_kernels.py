@@ -50,6 +50,7 @@ def _linear_calls():
     layer = LinearKind(BF16, "int8", width, width, True)
     kinds = [layer, layer._replace(norm="layer"), layer._replace(norm="layer", columns=hidden, activation="gelu_tanh")]
     kinds += [layer._replace(depth=hidden, adds=True), layer._replace(adds=True)]
+    kinds += [layer._replace(depth=hidden), layer._replace(columns=hidden)]
 
     def joined():  # attention's and the feed-forward's results side by side, as in FLUX's single blocks
         x, beside = torch.empty(1, 4096, width, dtype=BF16), torch.empty(1, 4096, hidden, dtype=BF16)

@@ -8,8 +8,11 @@ Private names of PyTorch are in sage_kernels/compat.py.
 import contextlib
 import functools
 import hashlib
+import json
 import logging
+import os
 import threading
+import uuid
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,6 +20,7 @@ import torch
 import triton
 
 from ..compat import find
+from . import ready
 from .keys import settle_key
 
 
@@ -32,7 +36,9 @@ NAMES = (
     "triton.compiler.compiler.make_backend",
     "triton.runtime.cache.get_cache_key",
     "triton.runtime.cache.get_cache_manager",
+    "triton.runtime.cache.FileCacheManager",
     "triton._C.libtriton.get_cache_invalidating_env_vars",
+    "triton.runtime.cache.triton_key",
 )
 # Attributes of Triton's kernels and compiled kernels, read with `attribute`
 ATTRIBUTES = (
@@ -132,6 +138,7 @@ if not hasattr(type(_driver), "active"):  # without the object, `find` returns t
 
 def current_device() -> int:
     """Return the index of the current GPU, by Triton's faster function if there is one."""
+    ready.wait()
     return torch.cuda.current_device() if _driver is None else _driver.active.get_current_device()
 
 
@@ -140,6 +147,12 @@ def current_stream(device: int) -> int:
     if _driver is None:
         return torch.cuda.current_stream(device).cuda_stream
     return _driver.active.get_current_stream(device)
+
+
+def get_ready() -> None:
+    """Begin, in the background, to build Triton's library for the driver, and the hash of its own files."""
+    own_key = find("triton.runtime.cache.triton_key")
+    ready.begin([task for task in (_driver and (lambda: _driver.active), own_key) if task])
 
 
 def profiler_listens() -> bool:
@@ -301,6 +314,7 @@ class CompileRequest(NamedTuple):
 _make_backend = find("triton.compiler.compiler.make_backend")
 _cache_key = find("triton.runtime.cache.get_cache_key")
 _cache_of = find("triton.runtime.cache.get_cache_manager")
+_FileCache = find("triton.runtime.cache.FileCacheManager")
 _environment = find("triton._C.libtriton.get_cache_invalidating_env_vars")
 
 
@@ -309,6 +323,7 @@ def compile_request(src, target, options) -> CompileRequest | None:
 
     Returns None if environment variables or hooks may change what Triton produces, or if that can't be known.
     """
+    ready.wait()
     if None in (_make_backend, _cache_key, _cache_of, _environment) or target is None:
         return None
     if any(getattr(_compilation, name, True) for name in ("always_compile", "override", "dump_ir")) or _environment():
@@ -324,6 +339,25 @@ def compile_request(src, target, options) -> CompileRequest | None:
         return known, _cache_of(known)
 
     return CompileRequest(src.name, hashlib.sha256("-".join(decides).encode()).hexdigest(), cached)
+
+
+def put_group(cache, name: str, files: dict[str, bytes]) -> None:
+    """Put files into an entry of Triton's cache, as one group of this name.
+
+    Triton makes and removes a folder for each file, which takes milliseconds on some machines. In its usual cache,
+    which is a folder, files are written beside their places and moved there, the group last.
+    """
+    folder = getattr(cache, "cache_dir", None)
+    if type(cache) is not _FileCache or not folder:
+        cache.put_group(name, {file: cache.put(data, file) for file, data in files.items()})
+        return
+    paths = {file: os.path.join(folder, file) for file in files}
+    whole = files | {f"__grp__{name}": json.dumps({"child_paths": paths}).encode()}
+    for file, data in whole.items():
+        beside = os.path.join(folder, f"tmp.pid_{os.getpid()}_{uuid.uuid4()}")
+        with open(beside, "wb") as opened:
+            opened.write(data)
+        os.replace(beside, os.path.join(folder, file))
 
 
 def call_before_compiles(kernel, callback) -> None:

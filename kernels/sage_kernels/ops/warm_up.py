@@ -101,6 +101,25 @@ def heads_call(kind: HeadsKind, device: torch.device) -> Callable:
     return call
 
 
+def get_ready() -> None:
+    """Begin, in the background, what the first launch of a kernel in a process would wait for."""
+    from .._triton.compat import get_ready as begin
+
+    begin()
+
+
+def weight_calls(dtype: torch.dtype, format: str, depth: int, device: torch.device) -> list[Callable]:
+    """Return functions that quantise a weight [N, depth], without and with a balance, for `compile_ahead`."""
+
+    def call(balance: bool):
+        from .._triton.linear.quantize_weight import launch_quantize_weight
+
+        weight = torch.empty(16, depth, dtype=dtype, device=device)
+        launch_quantize_weight(weight, format, torch.empty(depth, device=device) if balance else None)
+
+    return [functools.partial(call, balance) for balance in (False, True)]
+
+
 class LinearKind(NamedTuple):
     """All that decides the kernels of an 8-bit linear layer, apart from its number of rows.
 
@@ -126,8 +145,11 @@ class LinearKind(NamedTuple):
     beside: int = 0
 
 
-def linear_calls(kind: LinearKind, device: torch.device, rows: Iterable[int] = (4096, 512)) -> list[Callable]:
-    """Return functions that launch a layer of this kind with these numbers of rows, for `compile_ahead`."""
+def linear_calls(kind: LinearKind, device: torch.device, rows: Iterable[int] = (4608, 4096, 512)) -> list[Callable]:
+    """Return functions that launch a layer of this kind with these numbers of rows, for `compile_ahead`.
+
+    With some of these the last tiles are shared by programs, which takes a kernel more.
+    """
 
     def call(number: int):
         from .._triton.linear.launch import launch_quantize_activation, launch_quantized_linear

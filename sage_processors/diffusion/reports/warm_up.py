@@ -26,9 +26,11 @@ from sage_kernels.ops.warm_up import (
     HeadsKind,
     LinearKind,
     compile_ahead,
+    get_ready,
     heads_call,
     linear_calls,
     loaded_kernels,
+    weight_calls,
 )
 from sage_kernels.planning.state import closing_call
 
@@ -46,6 +48,7 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # the call sites know the dtypes and masks of their calls.
 FORWARDS = 2
 SHOWN = 6  # compiled kernels in a report
+USUAL_DEPTH = 3072  # of a weight; kernels are the same for all multiples of 16
 
 
 class WarmUp(NamedTuple):
@@ -79,6 +82,22 @@ class KernelsAhead:
         slowest = ", ".join(f"{x.name} {x.seconds:.1f} s" for x in compiled[:SHOWN])
         more = f" and {len(compiled) - SHOWN} more" * (len(compiled) > SHOWN)
         return f"{text}{f'; compiled: {slowest}{more}' * bool(compiled)}." if found else ""
+
+    def get_ready(self, models, format: str) -> None:
+        """Begin what the first launches in a process wait for, if one of these models is on a GPU.
+
+        format: of the 8-bit weights that will be made.
+        """
+        try:
+            for first in (next(model.parameters(), None) for model in models):
+                if first is None or first.device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+                    continue
+                get_ready()
+                if format in CODE_TYPES and first.dtype in _DTYPES:
+                    compile_ahead([], first.device, weight_calls(first.dtype, format, USUAL_DEPTH, first.device))
+                return
+        except Exception as error:
+            logger.debug("kernels are made ready when they are called for: %s", error)
 
     def swapped(self, denoiser, linears=None) -> None:
         """Start compiling for a denoiser with newly swapped layers.

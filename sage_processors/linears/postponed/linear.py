@@ -10,11 +10,13 @@ import torch.nn.functional as F
 from sage_kernels import QuantizedRows
 
 from ...postponed import patterns
+from ...postponed.casts import Addend
 from ...postponed.patterns import FLOATS, GATED, is_by_token
 from ...postponed.tensor import ChangedInputError, Contiguous, Operand, Postponed, can_wait, ordinary_in
 from ..weights.few_rows import multiplied
 from ..weights.storage import Storage
 from .columns import cat
+from .sums import PostponedSum
 
 
 _GATED = frozenset(GATED.values())
@@ -39,6 +41,7 @@ class PostponedLinear(Contiguous):
 
     def __init__(self, shape, dtype, device, module, x, activation="none", gate=None, of=None):
         self._module, self._x, self._activation, self._gate = module, x, activation, gate
+        self._own_dtype = dtype if of is None else of._own_dtype
         if of is not None:
             self._storage, self._weights, self._bias = of._storage, of._weights, of._bias
             return
@@ -113,12 +116,19 @@ class PostponedLinear(Contiguous):
         return self.tensor() / ordinary_in(other)
 
     def __add__(self, other):
-        other = ordinary_in(other)
-        if not self._is_out and can_wait(other) and other.shape == self._shape and other.dtype in FLOATS:
-            if other.device == self._device:
-                same = other.dtype == self._dtype
-                return self._finish(other, None if same else torch.promote_types(self._dtype, other.dtype))
-        return self.tensor() + other
+        fits = isinstance(other, Addend) and not self._is_out and other.shape == self._shape
+        narrow = other.stored() if fits else None
+        residual = ordinary_in(other) if narrow is None else narrow
+        if self._is_out or not can_wait(residual) or residual.shape != self._shape or residual.dtype not in FLOATS:
+            return self.tensor() + ordinary_in(other)
+        if residual.device != self._device:
+            return self.tensor() + residual
+        dtype = other.dtype if other.dtype == self._dtype else torch.promote_types(self._dtype, other.dtype)
+        is_wide = dtype == torch.float32 and self._own_dtype != dtype and self._activation not in _GATED
+        if not is_wide and narrow is None:
+            return self._finish(residual, dtype)
+        made = None if is_wide else self._finish(residual, dtype)
+        return PostponedSum(self._shape, dtype, self._device, self, Operand(residual), made)
 
     __rmul__ = __mul__
     __radd__ = __add__

@@ -82,12 +82,13 @@ class NormState:
             self.waits_from = size
             self.at_once_up_to = min(self.at_once_up_to, self.waits_from - 1)
 
-    def postpone(self, module, x, forward) -> torch.Tensor | None:
+    def postpone(self, module, x, own_forward, given: torch.dtype | None = None) -> torch.Tensor | None:
         """Return the postponed result of calling the norm module with x, or None if it can't be postponed.
 
-        forward: (module, x) -> the result in 16 bit.
+        own_forward: (module, x) -> the result in 16 bit. given: the dtype that x is cast to before the call, if any.
         """
-        given = x.dtype
+        forward = own_forward if given is None else lambda module, x: own_forward(module, x.to(given))
+        given = given or x.dtype
         if x.numel() <= self.at_once_up_to or not (self.is_postponed and CAN_WAIT):
             return None
         if module.training or not can_wait(x) or given not in FLOATS or not 2 <= x.dim() <= 4:

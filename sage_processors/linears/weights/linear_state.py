@@ -157,6 +157,7 @@ class LinearState:
         failed: its weight can't be quantised. failure: the reason, "weight" or "memory".
         short_below: calls with fewer numbers in their input are short; 0 if no call is.
         is_short_compiled: a compiled call was short.
+        sums_wait: sums of a residual and its output may be postponed: False before the first one, None for never.
         is_resting: it runs in 16 bit for now, without counting that, while others are measured (calibration).
         probe: probe.LinearProbe that compares it with the 16-bit layer, or None.
     """
@@ -173,6 +174,7 @@ class LinearState:
         self.neighbours: Any = None
         self.probe: Any = None
         self.short_below, self.is_short_compiled = 0, False
+        self.sums_wait: bool | None = False
         self.is_resting = self.is_gated = self.is_balanced = False
         self.touched = self.bias_touched = self.dropped = self.failed = False
         self.failure = "weight"

@@ -95,7 +95,7 @@ def test_kernels_of_a_preset_compile_while_its_weights_are_made(monkeypatch):
         first, last = seen[0], seen[-1]
         assert "weight" not in (first, last) and first == last and "weight" in seen
         heads = len(heads_kinds(handle._denoisers[0], CUDA))
-        assert first[0] > 0 and first[1] == heads + 2 * len(linear_kinds(handle._denoisers[0])) > heads
+        assert first[0] > 0 and first[1] == heads + 3 * len(linear_kinds(handle._denoisers[0])) > heads
 
 
 @pytest.mark.parametrize("recipe", ["qk_int8_pv_bf16", FP8])

@@ -159,6 +159,7 @@ def metadata(kernel):
 cache = tempfile.mkdtemp()
 taken, hit = get(cache=cache)
 assert hit and set(taken.asm) == {"cubin"}
+assert not [p for p in Path(cache).rglob("*") if p.name.startswith("tmp.")], "not moved to its place"
 times = {p: p.stat().st_mtime_ns for p in Path(cache).rglob("*.cubin")}
 again, hit = get(cache=cache)
 assert hit and times and times == {p: p.stat().st_mtime_ns for p in Path(cache).rglob("*.cubin")}, "written twice"

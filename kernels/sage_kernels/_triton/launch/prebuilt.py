@@ -8,6 +8,7 @@ TRITON_ALWAYS_COMPILE=1 has all kernels compiled.
 """
 
 import functools
+import io
 import json
 import logging
 import zipfile
@@ -24,17 +25,20 @@ CODE, METADATA = "cubin", "json"
 
 
 @functools.cache
-def _stored() -> tuple[Path, frozenset[str]]:
-    """Return the archive for this Triton and the names in it: KEY.cubin and KEY.json of each kernel."""
+def _stored() -> tuple[zipfile.ZipFile | None, frozenset[str]]:
+    """Return the archive for this Triton and the names in it: KEY.cubin and KEY.json of each kernel.
+
+    It is read once, as many kernels are wanted at the same time.
+    """
     path = FOLDER / f"triton-{triton.__version__}.zip"
     try:
-        with zipfile.ZipFile(path) as archive:
-            return path, frozenset(archive.namelist())
+        archive = zipfile.ZipFile(io.BytesIO(path.read_bytes()))
+        return archive, frozenset(archive.namelist())
     except FileNotFoundError:
         pass  # nothing is prebuilt for this version
     except (OSError, zipfile.BadZipFile) as error:
         logger.warning("%s can't be read, kernels are compiled: %s", path, error)
-    return path, frozenset()
+    return None, frozenset()
 
 
 def offer(kernel) -> None:
@@ -45,18 +49,16 @@ def offer(kernel) -> None:
 
 def put_in_cache(request: compat.CompileRequest) -> None:
     """Put a prebuilt kernel into Triton's cache, unless the cache has it."""
-    path, names = _stored()
+    archive, names = _stored()
     metadata = f"{request.name}.{METADATA}"
-    if f"{request.key}.{METADATA}" not in names:
+    if archive is None or f"{request.key}.{METADATA}" not in names:
         return
     try:
         known, cache = request.cached()
         if cache.get_group(metadata):
             return
-        with zipfile.ZipFile(path) as archive:
-            found = {kind: archive.read(f"{request.key}.{kind}") for kind in (CODE, METADATA)}
+        found = {kind: archive.read(f"{request.key}.{kind}") for kind in (CODE, METADATA)}
         found[METADATA] = json.dumps(json.loads(found[METADATA]) | {"hash": known}).encode()
-        group = {f"{request.name}.{kind}": cache.put(data, f"{request.name}.{kind}") for kind, data in found.items()}
-        cache.put_group(metadata, group)
+        compat.put_group(cache, metadata, {f"{request.name}.{kind}": data for kind, data in found.items()})
     except Exception as error:  # whatever is wrong with the archive or the cache
         logger.warning("%s is compiled, although it is prebuilt: %s", request.name, error)

@@ -1,0 +1,43 @@
+"""What Triton does once in a process before its first launch, begun in background threads.
+
+It builds a C library for the driver and hashes its own files, which takes a second or two, mostly without the GIL.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+
+
+logger = logging.getLogger("sage_kernels")
+_lock = threading.Lock()
+_threads: list[threading.Thread] = []
+_has_begun = False
+
+
+def begin(tasks: Iterable[Callable[[], Any]]) -> None:
+    """Run these functions, in a thread each; only the first call in a process does. Raises none of their errors."""
+    global _has_begun
+    with _lock:
+        if _has_begun:
+            return
+        _has_begun = True
+        _threads.extend(threading.Thread(target=_run, args=(task,), name="sage_kernels ready") for task in tasks)
+        for thread in _threads:
+            thread.start()
+
+
+def _run(task: Callable[[], Any]) -> None:
+    try:
+        task()
+    except Exception as error:  # whoever needs it meets the same error
+        logger.debug("not made ready in the background: %s", error)
+
+
+def wait() -> None:
+    """Wait for what was begun, except in the threads of `begin` themselves."""
+    if not _threads or threading.current_thread() in _threads:
+        return
+    for thread in list(_threads):
+        thread.join()
+    _threads.clear()
