@@ -65,7 +65,7 @@ class PostponedCast(Addend):
 
 
 class BlockInput(Castable):
-    """An ordinary tensor that a block was called with, as one whose casts may be postponed."""
+    """The tensor a block was called with. Its casts to a wider dtype may be postponed."""
 
     def __init__(self, shape: torch.Size, dtype: torch.dtype, device: torch.device, x: torch.Tensor):
         self._x = Operand(x)

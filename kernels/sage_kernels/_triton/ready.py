@@ -1,4 +1,4 @@
-"""What Triton does once in a process before its first launch, begun in background threads.
+"""Begin in background threads the work that Triton does once in a process before its first launch.
 
 It builds a C library for the driver and hashes its own files, which takes a second or two, mostly without the GIL.
 """
@@ -16,7 +16,10 @@ _has_begun = False
 
 
 def begin(tasks: Iterable[Callable[[], Any]]) -> None:
-    """Run these functions, in a thread each; only the first call in a process does. Raises none of their errors."""
+    """Run each of these functions in a thread of its own.
+
+    Later calls in the process do nothing. Errors of the functions are not raised.
+    """
     global _has_begun
     with _lock:
         if _has_begun:

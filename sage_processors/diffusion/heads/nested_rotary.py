@@ -89,10 +89,10 @@ _CODES = {2: _in_one.__code__, 3: _in_two.__code__}
 def replaced(
     code: types.CodeType, scope: dict[str, Any], processor_of: Callable[[], Any]
 ) -> tuple[types.CodeType, dict[str, Any]]:
-    """Replace the rotary embedding that a processor's code defines. Returns the new code and globals it needs.
+    """Replace the rotary embedding that is defined in a processor's code.
 
     Args: scope: the code's globals. processor_of: function without arguments that returns the running processor.
-    Returns: the code as it is, and {}, if it defines no function of a known form.
+    Returns: the new code and the globals it needs; the code as it is, and {}, if it defines none of a known form.
     """
     for i, constant in enumerate(code.co_consts):
         form = _form_of(constant)

@@ -1,4 +1,4 @@
-"""What Triton does once in a process is begun in threads, once; whoever needs it waits, and meets its errors itself."""
+"""What Triton does once in a process is begun in threads; whoever needs it waits, and meets its errors itself."""
 
 from __future__ import annotations
 
