@@ -69,16 +69,22 @@ def linear_rivals(rows: list[dict[str, str]]) -> str:
 
 
 def many_gpus(rows: list[dict[str, str]]) -> str:
-    """Return a table of forwards split over GPUs: the newest run of each model, number and kind."""
+    """Return a table of forwards split over GPUs: the newest run of each model, number and kind that has one GPU's."""
     rows = [row for row in rows if row["suite"] == "parallel" and row["metric"] == "time"]
+    alone = {
+        (row["case"].removesuffix("/x1"), row["recipe"], row["commit"]): row
+        for row in rows
+        if row["case"][-3:] == "/x1"
+    }
     found = {(*row["case"].rsplit("/", 1), row["recipe"]): row for row in rows}  # the newest
     lines = []
     for model, place in dict.fromkeys(key[:2] for key in found):
         gpus, _, kind = place.removeprefix("x").partition("_")
         cells = []
         for recipe in ("", "qk_int8_pv_bf16", "preset_fast"):
-            row, one = found.get((model, place, recipe)), found.get((model, "x1", recipe))
-            if row is None or one is None or row["commit"] != one["commit"]:
+            row = found.get((model, place, recipe))
+            one = None if row is None else alone.get((model, recipe, row["commit"]))
+            if row is None or one is None:
                 cells.append("–")
                 continue
             scaling = float(one["median"]) / float(row["median"]) / int(gpus)

@@ -156,7 +156,8 @@ def _decoding(rows: list[dict[str, str]]) -> str:
 def _whole_models(rows: list[dict[str, str]]) -> str:
     """Return a table of forwards of whole models.
 
-    Of several ways to run a model with one recipe it has the usual one, or the one that was timed last.
+    Of several ways to run a model with one recipe it has the usual one, or the one that was timed last; with skipped
+    tiles likewise.
     """
     if not rows:
         return "No rows yet: `python kernels/benchmarks/bench_end_to_end.py` on a machine with a GPU."
@@ -164,13 +165,13 @@ def _whole_models(rows: list[dict[str, str]]) -> str:
     by_run = _newest(rows, "case", "gpu", "provider", "recipe", "metric", "commit")
     timed = [row for row in rows if (row["provider"], row["metric"]) == ("sage_kernels", "time")]
     timed.sort(key=lambda row: "/" not in row["case"])  # stable; the usual ones go last, so they win below
-    shown = {(row["case"].partition("/")[0], row["gpu"], row["recipe"]): row["case"] for row in timed}
+    shown = {(_model_of(row["case"]), row["gpu"], row["recipe"]): row["case"] for row in timed}
     from sage_kernels.results import is_without_int8
 
     lines = []
     for case, gpu, _, recipe, metric in by_key:
         row = by_key.get((case, gpu, "sage_kernels", recipe, metric))
-        if row is None or metric != "time" or shown[case.partition("/")[0], gpu, recipe] != case:
+        if row is None or metric != "time" or shown[_model_of(case), gpu, recipe] != case:
             continue
         place = next(i for i, other in enumerate(rows) if other is row)
         before = _newest(rows[:place], "case", "gpu", "provider", "recipe", "metric", "commit")
@@ -194,6 +195,12 @@ def _whole_models(rows: list[dict[str, str]]) -> str:
     header += ["cuDNN / ours, same run", "peak GiB, cuDNN", "peak GiB, ours", "relative L1"]
     note = "In brackets, where they lie more than a quarter apart: the 20th and 80th percentile, of a busy host."
     return f"{note}\n\n{markdown_table(header, lines)}"
+
+
+def _model_of(case: str) -> tuple[str, bool]:
+    """Return the model of a case, and True if it leaves out tiles."""
+    model, *how = case.split("/")
+    return model, any(part.startswith("skip") for part in how)
 
 
 def _with_spread(row: dict[str, str]) -> str:
