@@ -81,6 +81,8 @@ def usual_jobs() -> dict[tuple, ahead.Job]:
     for width in HEAD_DIMS:
         calls += [warm_up.heads_call(HeadsKind(BF16, width, norm, BF16 if norm else None, numbers, True, False), CPU)
                   for norm in (True, False) for numbers in (True, False)]  # fmt: skip
-        calls.append(warm_up.heads_call(HeadsKind(BF16, width, True, BF16, True, True, True), CPU))  # as Wan's
+        normed = HeadsKind(BF16, width, True, BF16, True, True, False)
+        for kind in (normed._replace(across_heads=True), normed._replace(rotates=False)):  # Wan, HunyuanVideo's text
+            calls.append(warm_up.heads_call(kind, CPU))
         calls.append(_closing(width))
     return ahead.collect([*calls, *_linear_calls()])

@@ -56,11 +56,13 @@ def check_heads(q, k, q_weight, k_weight, norm, eps, cos, sin, across_heads=Fals
 
 def _check_tables(first, q, cos, sin) -> None:
     tokens = [x.shape[1] for x in q] if len(cos) > 1 else [sum(x.shape[1] for x in q)]
-    for name, tables in (("cos", cos), ("sin", sin)):
+    for name, tables, others in (("cos", cos, sin), ("sin", sin, cos)):
         for i, table in enumerate(tables):
+            if table is None and others[i] is None and len(tables) > 1:
+                continue  # a part that is not rotated
             _check(f"{name}[{i}]", table, DTYPES)
             shapes = [(tokens[i], first.shape[3]), (tokens[i], first.shape[3] // 2)]
-            if tuple(table.shape) not in shapes or table.shape != cos[i].shape:
+            if tuple(table.shape) not in shapes or (cos[i] is not None and table.shape != cos[i].shape):
                 raise ValueError(f"{name}[{i}]: got shape {tuple(table.shape)}, expected one of {shapes}, as cos")
             if table.device != first.device:
                 raise ValueError(f"{name}[{i}]: got device {table.device}, expected {first.device}")

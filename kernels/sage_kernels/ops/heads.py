@@ -23,8 +23,8 @@ def qk_norm_rope(
     *,
     norm: bool = True,
     eps: float = 1e-6,
-    cos: Sequence[torch.Tensor] = (),
-    sin: Sequence[torch.Tensor] = (),
+    cos: Sequence[torch.Tensor | None] = (),
+    sin: Sequence[torch.Tensor | None] = (),
     pairs: bool = True,
     across_heads: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -36,8 +36,8 @@ def qk_norm_rope(
         q_weight, k_weight: the norms' weights, one [D] for each part; None for none. With `across_heads` [H·D] and
             [H_kv·D].
         norm: True for an RMSNorm over D, with `eps`.
-        cos, sin: angles: one table [S, D] of the whole sequence, or one [S_i, D] for each part; [.., D / 2] for one
-            angle a pair; empty for no rotary embedding.
+        cos, sin: angles: one table [S, D] of the whole sequence, or one [S_i, D] for each part, and None for a part
+            that is not rotated; [.., D / 2] for one angle a pair; empty for no rotary embedding.
         pairs: channels 2i and 2i + 1 are rotated together; False: channels i and i + D / 2.
         across_heads: the norm is over all heads of a token, H·D numbers, not over each head.
     Returns: q [B, S, H, D] and k [B, S, H_kv, D] of q's dtype, contiguous. Computed in fp32 and rounded once.
@@ -108,7 +108,7 @@ def _of_op(*arguments: Any) -> Any:
 
 
 register(
-    "qk_norm_rope(Tensor[] q, Tensor[] k, Tensor?[] q_weight, Tensor?[] k_weight, bool norm, float eps, Tensor[] cos, "
-    "Tensor[] sin, bool pairs, bool across_heads) -> (Tensor, Tensor)",
+    "qk_norm_rope(Tensor[] q, Tensor[] k, Tensor?[] q_weight, Tensor?[] k_weight, bool norm, float eps, "
+    "Tensor?[] cos, Tensor?[] sin, bool pairs, bool across_heads) -> (Tensor, Tensor)",
     _of_op, _fake,
 )  # fmt: skip

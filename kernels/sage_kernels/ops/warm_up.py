@@ -61,6 +61,7 @@ class HeadsKind(NamedTuple):
         weight_dtype: of the norms' weights; None: without.
         complex_angles: the angles are complex numbers [S, D / 2], not cos and sin [S, D]; both are fp32.
         pairs, across_heads: as of `qk_norm_rope`.
+        rotates: False for a part of the sequence that has no angles.
     """
 
     dtype: torch.dtype
@@ -70,6 +71,7 @@ class HeadsKind(NamedTuple):
     complex_angles: bool
     pairs: bool
     across_heads: bool
+    rotates: bool = True
 
 
 def loaded_kernels() -> list[Any]:
@@ -96,7 +98,8 @@ def heads_call(kind: HeadsKind, device: torch.device) -> Callable:
         else:
             cos, sin = torch.empty(2, LONG, width, dtype=torch.float32, device=device)
         weights = [weight], [weight]
-        launch_qk_norm_rope([q], [q], *weights, kind.norm, 1e-6, [cos], [sin], kind.pairs, kind.across_heads)
+        tables = ([cos], [sin]) if kind.rotates else ([], [])
+        launch_qk_norm_rope([q], [q], *weights, kind.norm, 1e-6, *tables, kind.pairs, kind.across_heads)
 
     return call
 

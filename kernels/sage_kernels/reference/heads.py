@@ -16,7 +16,7 @@ def ref_qk_norm_rope(q, k, q_weight, k_weight, norm, eps, cos, sin, pairs, acros
                 y = y * torch.rsqrt(y.square().mean((-2, -1) if across_heads else -1, keepdim=True) + eps)
             if weight is not None:
                 y = y * (weight.reshape(x.shape[2:]) if across_heads else weight).float()
-            if cos:
+            if cos and cos[i if len(cos) > 1 else 0] is not None:
                 tokens = slice(0, x.shape[1]) if len(cos) > 1 else slice(first, first + x.shape[1])
                 c, s = (table[i if len(cos) > 1 else 0][tokens].float() for table in (cos, sin))
                 y = _rotated(y, c, s, pairs)

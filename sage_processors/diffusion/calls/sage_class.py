@@ -111,7 +111,7 @@ def sage_class(base: type) -> type:
 def _sage_class(base: Any, fn: types.FunctionType) -> Any:
     """Make the class for a base with the current `__call__` `fn`."""
     binding = Binding(base, STAND_INS)
-    called: list[Any] = [fn.__globals__.get(name) for name in fn.__code__.co_names]
+    called: list[Any] = [*(fn.__globals__.get(name) for name in fn.__code__.co_names), *binding.imported]
     names = [function.__name__ for function in called if is_rotary(function)]
     binding.rotary = names[0] if names else NESTED if binding.has_nested else None
     has_rotary = binding.rotary is not None

@@ -182,6 +182,24 @@ def _cat(args, kwargs):
     return PostponedHeads(shape, first._dtype, first._device, segments, None, sources, own, tuple(tensors))
 
 
+def _part(args, kwargs):
+    """Take some tokens of heads [B, S, H, D] that are normed and not rotated; None if that can't be postponed."""
+    x, index = args if len(args) == 2 and not kwargs else (None, None)
+    if current() is None or type(x) is not PostponedHeads or type(index) is not tuple or len(index) != 2:
+        return None
+    if len(x._shape) != 4 or len(x._segments) != 1 or x.is_turned or x.may_be_written or x.is_stale:
+        return None
+    if index[0] != slice(None) or type(index[1]) is not slice or index[1].step not in (None, 1):
+        return None
+    if not all(type(place) in (int, type(None)) for place in (index[1].start, index[1].stop)):
+        return None
+    view = x._segments[0].x.tensor[index]
+    segment = x._segments[0]._replace(x=Operand(view))
+    return PostponedHeads(
+        view.shape, x._dtype, x._device, (segment,), None, x._sources, lambda: x.value()[index], (x,), x
+    )
+
+
 def _split(args, kwargs):
     """Split the channels of all heads [B, S, H·D] into heads; None if the result can't be postponed."""
     x = args[0]
@@ -212,7 +230,8 @@ def _type_as(args, kwargs):
 
 
 _KNOWN = {
-    torch.cat: _cat, torch.concat: _cat, torch.Tensor.unflatten: _split, torch.Tensor.type_as: _type_as,
+    torch.cat: _cat, torch.concat: _cat, torch.Tensor.unflatten: _split, torch.Tensor.__getitem__: _part,
+    torch.Tensor.type_as: _type_as,
 }  # fmt: skip
 
 
@@ -235,9 +254,9 @@ def compute_heads(query, key):
     for source in sources:
         source.is_proven = True
     segment = query._segments[0]
-    angles = (
-        [query._angles] if query._angles is not None else [s.angles for s in query._segments if s.angles is not None]
-    )
+    angles = [query._angles] if query._angles is not None else [s.angles for s in query._segments]
+    known = [x for x in angles if x is not None]
+    angles = angles if known else []
     made: tuple[torch.Tensor, torch.Tensor] = qk_norm_rope(
         [s.x.tensor for s in query._segments],
         [s.x.tensor for s in key._segments],
@@ -245,9 +264,9 @@ def compute_heads(query, key):
         [None if s.norm is None else s.norm.weight for s in key._segments],
         norm=segment.norm is not None,
         eps=0.0 if segment.norm is None else segment.norm.eps,
-        cos=[x.cos for x in angles],
-        sin=[x.sin for x in angles],
-        pairs=not angles or angles[0].pairs,
+        cos=[None if x is None else x.cos for x in angles],
+        sin=[None if x is None else x.sin for x in angles],
+        pairs=not known or known[0].pairs,
         across_heads=segment.norm is not None and segment.norm.across_heads,
     )
     return made
@@ -263,18 +282,15 @@ def _fit(query: PostponedHeads, key: PostponedHeads) -> bool:
         for x in (segment, other):
             if (x.norm is None) != (first.norm is None) or x.x.tensor.dtype != query._dtype:
                 return False
-            if (x.angles is None) != (first.angles is None):
-                return False
             if x.norm is not None and first.norm is not None:
                 if x.norm.eps != first.norm.eps or (x.norm.weight is None) != (first.norm.weight is None):
                     return False
                 if x.norm.across_heads != first.norm.across_heads:
                     return False
-            if x.angles is not None and x.angles.pairs != first.angles.pairs:  # type: ignore[union-attr]
-                return False
         if segment.x.tensor.shape[1] != other.x.tensor.shape[1] or not _same(segment.angles, other.angles):
             return False
-    return _same(query._angles, key._angles)
+    turned = {x.angles.pairs for x in mine if x.angles is not None}
+    return len(turned) < 2 and _same(query._angles, key._angles)
 
 
 def _same(a: Angles | None, b: Angles | None) -> bool:

@@ -26,6 +26,7 @@ class Binding:
         is_of_libraries: True if all functions that the code uses by name come from a library. Only these may be given
             postponed results.
         reads_masks: True if the code asks which tokens of a mask are valid, so that lengths follow from its values.
+        imported: what the code imports when it runs.
         has_nested: True if the code defines a rotary embedding that was replaced (heads/nested_rotary.py).
         is_replaced: True if `__call__` or an attention function was replaced. `inner` must not be used then.
         rotary: name of the rotary embedding function in the code, if that can be postponed; NESTED for one that the
@@ -52,11 +53,14 @@ class Binding:
         watch = Watch()
         for function in self._made_of:
             watch.function(function, bound.seen if function.__globals__ is self._fn.__globals__ else None)
+        for module, name in bound.imported:
+            watch.attribute(module, name)
         self.calls = self.calls or bound.calls
         if bound.calls == self.calls:
             self._whole = watch
         self._watch, self._bound_calls, self.inner = watch, bound.calls, bound.function
         self.reads_masks, self.has_nested = bound.reads_masks, bound.has_nested
+        self.imported = [vars(module).get(name) for module, name in bound.imported]
         self.is_of_libraries = all(map(is_library_function, watch.functions()))
 
     def look(self) -> None:

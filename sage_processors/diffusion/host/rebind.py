@@ -6,10 +6,13 @@ This replaces a re-implementation of every attention processor in diffusers. The
 
 from __future__ import annotations
 
+import builtins
 import dis
 import functools
+import importlib.util
+import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -139,6 +142,7 @@ class Bound(NamedTuple):
         seen: the globals it was made with.
         reads_masks: as in Found.
         has_nested: `StandIns.nested` replaced a function.
+        imported: (module, name) of what the code imports when it runs.
     """
 
     function: types.FunctionType
@@ -147,6 +151,7 @@ class Bound(NamedTuple):
     seen: dict[str, Any]
     reads_masks: bool
     has_nested: bool
+    imported: list[tuple[types.ModuleType, str]]
 
 
 def rebind(fn, ops: StandIns) -> Bound:
@@ -158,7 +163,46 @@ def rebind(fn, ops: StandIns) -> Bound:
     made_of = [fn, *found.helpers.values(), *found.others]
     code, added = ops.nested(fn.__code__, seen) if found.calls else (fn.__code__, {})
     scope.update(added)
-    return Bound(with_globals(fn, scope, code=code), found.calls, made_of, seen, found.reads_masks, bool(added))
+    imported = list(_imported(fn.__code__, seen)) if found.calls else []
+    values = [vars(module).get(name) for module, name in imported]
+    if any(value is not None and ops.other(value) is not None for value in values):
+        scope["__builtins__"] = _with_imports(seen["__builtins__"], ops)
+    function = with_globals(fn, scope, code=code)
+    return Bound(function, found.calls, made_of, seen, found.reads_masks, bool(added), imported)
+
+
+def _imported(code: types.CodeType, scope: dict[str, Any]) -> Iterator[tuple[types.ModuleType, str]]:
+    """Yield (module, name) of each `from module import name` in the code, of modules that were imported before."""
+    instructions = [x for x in dis.get_instructions(code) if x.opname != "EXTENDED_ARG"]
+    for level, names, statement in zip(instructions, instructions[1:], instructions[2:], strict=False):
+        if statement.opname != "IMPORT_NAME" or type(names.argval) is not tuple or type(level.argval) is not int:
+            continue
+        try:
+            full = importlib.util.resolve_name("." * level.argval + statement.argval, scope.get("__package__"))
+        except (ImportError, ValueError):
+            continue
+        module = sys.modules.get(full)
+        if type(module) is types.ModuleType:
+            yield from ((module, name) for name in names.argval)
+
+
+def _with_imports(own: Any, ops: StandIns) -> dict[str, Any]:
+    """Return built-in names with an import statement that gets stand-ins. own: those of the code as it is."""
+
+    def importing(name, globals=None, locals=None, fromlist=(), level=0):
+        module = builtins.__import__(name, globals, locals, fromlist, level)
+        found = {each: vars(module).get(each) for each in fromlist or ()}
+        replaced = {each: _stand_in_of(value, ops) for each, value in found.items()}
+        if all(value is None for value in replaced.values()):
+            return module
+        return types.SimpleNamespace(**{each: replaced[each] or getattr(module, each) for each in found})
+
+    return {**(vars(own) if isinstance(own, types.ModuleType) else own), "__import__": importing}
+
+
+@functools.lru_cache(64)
+def _stand_in_of(value: Any, ops: StandIns) -> Any:
+    return ops.other(value) if isinstance(value, types.FunctionType) else None
 
 
 _LOOK_ONLY = stand_ins(F.scaled_dot_product_attention, dispatch_attention_fn)

@@ -38,7 +38,7 @@ from ...linears.postponed.norm_layers import ANY_WIDTH, NormState, norm_width
 from ...reporting.progress import progress_bar
 from ..calls.processor_state import CallSite
 from ..heads.head_norms import HeadNormState
-from ..heads.rotary import usual_angles
+from ..heads.rotary import is_rotary, usual_angles
 from ..host.discovery import discover_sites
 
 
@@ -190,7 +190,10 @@ def heads_kinds(denoiser, device: torch.device, *, only_seen: bool = False) -> l
             weight = norm._parameters.get("weight")
         dtype = None if weight is None else weight.dtype
         across = is_rms and norm_width(norm) not in (None, ANY_WIDTH, kind.head_dim)
-        found.append(HeadsKind(kind.dtype, kind.head_dim, is_rms, dtype, *usual_angles(rotary), across))
+        made = HeadsKind(kind.dtype, kind.head_dim, is_rms, dtype, *usual_angles(rotary), across)
+        # models that import the rotary embedding where it is called rotate the image's tokens alone
+        apart = [made._replace(rotates=False)] * any(map(is_rotary, layer.sage._sage_binding.imported))
+        found += [made, *apart]
     return list(dict.fromkeys(found))
 
 

@@ -27,7 +27,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 # model → passes over queries and keys in a forward, one for each attention layer whose heads are turned as one
 WAIT = {
     "flux": 2, "flux2": 2, "chroma": 2, "bria": 2, "ovis_image": 2, "longcat_image": 2, "qwen_image": 1,
-    "wan_t2v": 1, "wan_i2v": 1, "wan_vace": 3, "skyreels": 1, "chrono_edit": 1, "z_image": 3,
+    "wan_t2v": 1, "wan_i2v": 1, "wan_vace": 3, "skyreels": 1, "chrono_edit": 1, "z_image": 3, "hunyuan_video": 2,
 }  # fmt: skip
 
 
@@ -99,7 +99,7 @@ def test_one_pass_makes_what_the_model_makes(name, device, monkeypatch):
         assert handle.report().calls and not handle.report().fallbacks
 
 
-@pytest.mark.parametrize("name", ["flux", "wan_i2v", "z_image"])
+@pytest.mark.parametrize("name", ["flux", "wan_i2v", "z_image", "hunyuan_video"])
 def test_queries_and_keys_are_the_models_own_to_the_last_rounding(name, monkeypatch):
     """Of every call: to fp32's, where the model rounds nothing in between."""
     from sage_processors.diffusion.calls import processors
@@ -118,7 +118,7 @@ def test_queries_and_keys_are_the_models_own_to_the_last_rounding(name, monkeypa
     with sp.apply(model, config()):
         model(**inputs)
         model(**inputs)
-    assert len(seen) == {"flux": 8, "wan_i2v": 12, "z_image": 12}[name]
+    assert len(seen) == {"flux": 8, "wan_i2v": 12, "z_image": 12, "hunyuan_video": 8}[name]
     for got, expected in seen:
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
@@ -232,10 +232,19 @@ def angles(tokens=20, width=16):
     return phase.cos(), phase.sin()
 
 
+def _turned_by_parts(x):
+    first = tuple(t[:5] for t in angles())
+    return torch.cat([apply_rotary_emb(x[:, :5], first, sequence_dim=1), x[:, 5:]], dim=1)
+
+
 X = torch.linspace(-1, 1, 2 * 20 * 32).sin().view(2, 20, 32) * 3
 
 USES = {
     "nothing": None,
+    "a part turned": lambda q, k, given: (_turned_by_parts(q), _turned_by_parts(k)),
+    "a part in place": lambda q, k, given: (q[:, :5].mul_(2), q, k)[1:],
+    "a part of a part": lambda q, k, given: (torch.cat([q[:, :2], q[:, 2:][:, :-2], q[:, -2:]], 1), k),
+    "tokens apart": lambda q, k, given: (torch.cat([q[:, ::2], q[:, 1::2]], 1), k[:, [*range(20)]]),
     "arithmetic": lambda q, k, given: (q * 2 - q, k + 0),
     "a part of it": lambda q, k, given: (torch.cat([q[:, :5], q[:, 5:]], 1), k[:, :]),
     "queries alone": lambda q, k, given: (q.clone(), k),
@@ -245,6 +254,53 @@ USES = {
     "twice": lambda q, k, given: (apply_rotary_emb(q, angles(), sequence_dim=1), k),
     "asked": lambda q, k, given: (q, k) if q.dim() == 4 and q.layout is torch.strided and not q.is_nested else None,
 }
+
+
+class Apart(Processor):
+    """Rotates the first tokens alone, as HunyuanVideo's single blocks; imports the function where it is called."""
+
+    def __call__(self, attn, x, angles):
+        from diffusers.models.embeddings import apply_rotary_emb
+
+        q, k, v = (layer(x).unflatten(-1, (attn.heads, -1)) for layer in (attn.to_q, attn.to_k, attn.to_v))
+        q, k = attn.norm_q(q), attn.norm_k(k)
+        first = tuple(t[:5] for t in angles)
+        q = torch.cat([apply_rotary_emb(q[:, :5], first, sequence_dim=1), q[:, 5:]], dim=1)
+        k = torch.cat([apply_rotary_emb(k[:, :-15], first, sequence_dim=1), k[:, -15:]], dim=1)
+        return dispatch_attention_fn(q, k, v).flatten(2)
+
+
+def test_a_part_that_is_not_rotated_is_of_the_same_pass():
+    model = Model(Apart())
+    expected = model(X, angles())
+    with sp.apply(model, config()):
+        for _ in range(2):
+            with Passes() as passes:
+                got = model(X, angles())
+            assert [(call["parts"], call["angles"]) for call in passes.calls] == [(2, 2)]
+            assert (got - expected).norm() < 0.02 * expected.norm()
+
+
+def test_an_import_of_a_replaced_function_gets_the_replacement(monkeypatch):
+    """A user's function must not be given what waits."""
+    model, seen = Model(Apart()), []
+
+    def mine(x, *args, **kwargs):
+        seen.append(type(x))
+        return apply_rotary_emb(x, *args, **kwargs)
+
+    mine.__code__ = mine.__code__.replace(co_filename="/elsewhere/mine.py")  # not a library's, as tests are here
+    expected = model(X, angles())
+    with sp.apply(model, config()):
+        for is_mine in (True, False, True):
+            with monkeypatch.context() as patch:
+                if is_mine:
+                    patch.setattr("diffusers.models.embeddings.apply_rotary_emb", mine)
+                with Passes() as passes:
+                    got = model(X, angles())
+            assert (got - expected).norm() < 0.02 * expected.norm()
+            assert bool(passes.calls) != is_mine
+    assert seen == [torch.Tensor] * 4
 
 
 @pytest.mark.parametrize("use", [*USES, "transposed"])

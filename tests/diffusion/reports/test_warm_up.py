@@ -139,7 +139,9 @@ def test_options_by_layer_decide_and_short_calls_need_nothing(monkeypatch):
         assert [kind.tokens for kind in found] == [lengths] * bool(lengths)
 
 
-@pytest.mark.parametrize("name", ["flux", "flux2", "chroma", "qwen_image", "wan_t2v", "z_image", "unet_sd15"])
+@pytest.mark.parametrize(
+    "name", ["flux", "flux2", "chroma", "qwen_image", "wan_t2v", "z_image", "hunyuan_video", "unet_sd15"]
+)
 def test_heads_are_made_ready_by_the_kernel_that_was_compiled_ahead(name, monkeypatch):
     """Not the lengths: what a kernel is specialised for are types, constants, and strides as 1 or multiples of 16."""
     pytest.importorskip("triton")
@@ -168,7 +170,7 @@ def test_heads_are_made_ready_by_the_kernel_that_was_compiled_ahead(name, monkey
         for kind in heads_kinds(denoiser, CUDA):
             heads_call(kind, torch.device("cpu"))()
         expected = kinds.copy()
-        assert len(expected) == (name != "unet_sd15")
+        assert len(expected) == {"unet_sd15": 0, "hunyuan_video": 2}.get(name, 1)
         kinds.clear()
         monkeypatch.setattr(postponed_heads, "qk_norm_rope", made_ready)
         for _ in range(2):

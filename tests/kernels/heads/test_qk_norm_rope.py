@@ -69,6 +69,9 @@ def defined(parts, weights, norm, cos, sin, pairs, across=False):
         y = y.reshape(x.shape)
         if cos:
             of_part = len(cos) > 1
+            if of_part and cos[i] is None:
+                done.append(y)
+                continue
             rows = slice(0, x.shape[1]) if of_part else slice(first, first + x.shape[1])
             c, s = (t[i if of_part else 0][rows].double() for t in (cos, sin))
             channel = torch.arange(width)
@@ -91,7 +94,7 @@ def check(make, q, k, q_weight, k_weight, *, norm=True, cos=(), sin=(), pairs=Tr
         expected = defined(parts, weights, norm, cos, sin, pairs, across)
         assert result.dtype == dtype and result.shape == expected.shape
         # fp32 sums of 8192 squares at most, five products; then one rounding
-        most = max([1.0, *(t.abs().max().item() for t in (*cos, *sin) if t.numel())])
+        most = max([1.0, *(t.abs().max().item() for t in (*cos, *sin) if t is not None and t.numel())])
         largest = most * max(x.abs().max().item() for x in parts if x.numel())
         half_unit = _HALF_UNIT[dtype] * (2 if make.cut_off and dtype == torch.bfloat16 else 1)
         bound = expected.abs() * half_unit + 2.0**-18 * largest + 2.0**-25
@@ -139,6 +142,16 @@ def test_a_norm_across_heads(make, counts, dtype):
         cos, sin = tables([sum(parts)], width, True)
         check(make, q, k, *weights, cos=cos, sin=sin, pairs=pairs, across=True)
         check(make, q, k, *weights, across=True)
+
+
+@pytest.mark.parametrize("turned", [(True, False), (False, True), (False, True, False), (False, False)])
+@pytest.mark.parametrize("half", [True, False])
+def test_parts_that_are_not_rotated(make, turned, half):
+    parts = (5, 9, 3)[: len(turned)]
+    for pairs, across in ((True, False), (False, True)):
+        q, k, *weights = inputs(parts, 3, 2, 32, across=across)
+        cos, sin = ([x if on else None for x, on in zip(t, turned, strict=True)] for t in tables(parts, 32, half))
+        check(make, q, k, *weights, cos=cos, sin=sin, pairs=pairs, across=across)
 
 
 def test_angles_of_every_second_channel(make):
@@ -254,6 +267,17 @@ CALLS = {
     "eps": (bad(eps=-1.0), ValueError, "eps: got -1.0, expected a finite number >= 0"),
     "no sin": (bad(cos=[TABLE]), ValueError, "cos, sin: got 1 and 0 tables"),
     "too many tables": (bad(cos=[TABLE] * 2, sin=[TABLE] * 2), ValueError, "cos, sin: got 2 and 2 tables"),
+    "no table at all": (bad(cos=[None], sin=[None]), TypeError, "cos[0]: got NoneType, expected a tensor"),
+    "a part with half of its angles": (
+        bad((Q, Q), (Q, Q), cos=[TABLE, None], sin=[TABLE, TABLE]),
+        TypeError,
+        "cos[1]: got NoneType, expected a tensor",
+    ),
+    "a part with the other half": (
+        bad((Q, Q), (Q, Q), cos=[TABLE, TABLE], sin=[TABLE, None]),
+        TypeError,
+        "sin[1]: got NoneType, expected a tensor",
+    ),
     "a short table": (bad(cos=[TABLE[1:]], sin=[TABLE]), ValueError, "cos[0]: got shape (3, 16), expected one of"),
     "a narrow sin": (bad(cos=[TABLE], sin=[TABLE[:, :8]]), ValueError, "sin[0]: got shape (4, 8), expected one of"),
     "a gradient": (

@@ -172,6 +172,7 @@ def launch_qk_norm_rope(q, k, q_weight, k_weight, norm, eps, cos, sin, pairs, ac
             tokens = x.shape[1]
             if tokens:
                 table = [None, None] if not cos else [t[i if len(t) > 1 else 0] for t in (cos, sin)]
+                is_turned = table[0] is not None
                 weights = [q_weight[i], k_weight[i]]
                 strides = [0 if t is None else t.stride(dim) for t in table for dim in (0, 1)]
                 launch(
@@ -181,8 +182,8 @@ def launch_qk_norm_rope(q, k, q_weight, k_weight, norm, eps, cos, sin, pairs, ac
                     tokens, first, total, q_heads, k_heads, q_groups, q_groups + k_groups,
                     0 if len(cos) > 1 else first, eps,
                     HEAD_DIM=head_dim, HALF=half, TOKENS=_TOKENS, HEADS=_HEADS, PAIRS=pairs, NORM=norm,
-                    HAS_WEIGHT=weights[0] is not None, ACROSS_HEADS=across_heads, ROTARY=bool(cos),
-                    HALF_TABLE=bool(cos) and table[0].shape[1] * 2 == head_dim, num_warps=4, enable_fp_fusion=False,
+                    HAS_WEIGHT=weights[0] is not None, ACROSS_HEADS=across_heads, ROTARY=is_turned,
+                    HALF_TABLE=is_turned and table[0].shape[1] * 2 == head_dim, num_warps=4, enable_fp_fusion=False,
                 )  # fmt: skip
             first += tokens
     return q_out, k_out
