@@ -11,7 +11,7 @@ import torch
 
 from .patterns import FLOATS
 from .region import in_thread
-from .tensor import ChangedInputError, Contiguous, Operand, Postponed, can_wait, ordinary_in
+from .tensor import ChangedInputError, Contiguous, Postponed, can_wait, ordinary_in
 
 
 class Addend(Contiguous):
@@ -36,6 +36,11 @@ class Addend(Contiguous):
 class Castable(Addend):
     """A result in 16 bit whose casts to a wider dtype may be postponed."""
 
+    @property
+    def writes(self) -> int:
+        """How often somebody else has written to the numbers; 0 where nobody can."""
+        return 0
+
     def stored(self) -> torch.Tensor | None:
         return None if self._is_out else self.value()
 
@@ -51,45 +56,55 @@ class PostponedCast(Addend):
 
     def __init__(self, shape: torch.Size, dtype: torch.dtype, device: torch.device, source: Castable):
         self._source = source
+        self._writes = source.writes
         if in_thread.region is not None:
             in_thread.region.has_casts = True
 
     def _compute(self) -> torch.Tensor:
+        self._refuse_stale()
         return self._source.value().to(self._dtype)
+
+    def _refuse_stale(self) -> None:
+        if self._source.writes != self._writes:
+            raise ChangedInputError(
+                f"input {tuple(self._shape)} of a block: got a tensor that was written to in place between a cast and "
+                'its use, expected it unchanged; keep linear layers in 16 bit: linears="none"'
+            )
 
     def _reads(self, other: Postponed) -> bool:
         return other is self._source
 
     def stored(self) -> torch.Tensor | None:
-        return None if self._is_out else self._source.stored()
+        if self._is_out:
+            return None
+        self._refuse_stale()
+        return self._source.stored()
 
 
 class BlockInput(Castable):
     """The tensor a block was called with. Its casts to a wider dtype may be postponed."""
 
     def __init__(self, shape: torch.Size, dtype: torch.dtype, device: torch.device, x: torch.Tensor):
-        self._x = Operand(x)
+        self._x = x
 
-    def value(self) -> torch.Tensor:
-        if self._x.is_changed and not self._is_out:
-            raise ChangedInputError(
-                f"input {tuple(self._shape)} of a block: got a tensor that was written to in place between a cast and "
-                'its use, expected it unchanged; keep linear layers in 16 bit: linears="none"'
-            )
-        return super().value()
+    @property
+    def writes(self) -> int:
+        return self._x._version
 
     def _compute(self) -> torch.Tensor:
-        return self._x.tensor
+        return self._x
 
 
 def with_castable_input(args: tuple[Any, ...], others: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return a block's positional arguments with the first one as a BlockInput, if it can be one.
 
-    others: its other arguments, which must not hold the same tensor.
+    others: its other arguments. If one of them has the same memory, the block may write to it under another name.
     """
     x: Any = args[0] if args else None
     if not can_wait(x) or x.dtype not in (torch.bfloat16, torch.float16) or not x.is_contiguous():
         return args
-    if any(x is other for other in (*args[1:], *others)):
-        return args
+    memory = x.untyped_storage().data_ptr()
+    for other in (*args[1:], *others):
+        if isinstance(other, torch.Tensor) and other.untyped_storage().data_ptr() == memory:
+            return args
     return (BlockInput(x.shape, x.dtype, x.device, x), *args[1:])

@@ -57,13 +57,22 @@ class Postponed(torch.Tensor):
         return self._ordinary
 
     def _settle(self) -> None:
-        """Compute this result now, and what was derived from it and is still postponed."""
+        """Compute this result now, and what was derived from it and is still postponed.
+
+        What is computed may be a view of this one's numbers, from which other results are derived in turn.
+        """
         self.value()
         region = in_thread.region
-        for reference in () if region is None else region.waiting:
-            tensor = reference()
-            if tensor is not None and tensor._ordinary is None and tensor._reads(self):
-                tensor._settle()
+        if region is None:
+            return
+        settled = [self]
+        for source in settled:  # grows
+            for reference in region.waiting:
+                tensor = reference()
+                if tensor is None or not tensor._reads(source) or any([tensor is x for x in settled]):
+                    continue
+                tensor.value()
+                settled.append(tensor)
 
     def _reads(self, other: Postponed) -> bool:
         """Return True if this result is computed from the numbers of the other one."""

@@ -355,7 +355,7 @@ def put_group(cache, name: str, files: dict[str, bytes]) -> None:
     whole = files | {f"__grp__{name}": json.dumps({"child_paths": paths}).encode()}
     for file, data in whole.items():
         beside = os.path.join(folder, f"tmp.pid_{os.getpid()}_{uuid.uuid4()}")
-        with open(beside, "wb") as opened:
+        with open(beside, "xb") as opened:
             opened.write(data)
         os.replace(beside, os.path.join(folder, file))
 

@@ -3,6 +3,7 @@
 It builds a C library for the driver and hashes its own files, which takes a second or two, mostly without the GIL.
 """
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterable
@@ -25,9 +26,14 @@ def begin(tasks: Iterable[Callable[[], Any]]) -> None:
         if _has_begun:
             return
         _has_begun = True
-        _threads.extend(threading.Thread(target=_run, args=(task,), name="sage_kernels ready") for task in tasks)
-        for thread in _threads:
-            thread.start()
+        for task in tasks:
+            thread = threading.Thread(target=_run, args=(task,), name="sage_kernels ready", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:  # a limit of threads
+                logger.debug("not made ready in the background: %s", error)
+            else:
+                _threads.append(thread)
 
 
 def _run(task: Callable[[], Any]) -> None:
@@ -43,4 +49,5 @@ def wait() -> None:
         return
     for thread in list(_threads):
         thread.join()
-    _threads.clear()
+        with contextlib.suppress(ValueError):  # somebody else waited, too
+            _threads.remove(thread)

@@ -118,7 +118,8 @@ def weight_calls(dtype: torch.dtype, format: str, depth: int, device: torch.devi
         from .._triton.linear.quantize_weight import launch_quantize_weight
 
         weight = torch.empty(16, depth, dtype=dtype, device=device)
-        launch_quantize_weight(weight, format, torch.empty(depth, device=device) if balance else None)
+        factors = torch.empty(depth, dtype=torch.float32, device=device)
+        launch_quantize_weight(weight, format, factors if balance else None)
 
     return [functools.partial(call, balance) for balance in (False, True)]
 

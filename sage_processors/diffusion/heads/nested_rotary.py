@@ -83,7 +83,10 @@ def _in_one(x, first):
     return _turned_by_stand_in(x, first)
 
 
-_CODES = {2: _in_one.__code__, 3: _in_two.__code__}
+def _code_for(parameters: tuple[str, ...]) -> types.CodeType:
+    """Return code that passes its arguments on to the stand-in, with these names."""
+    plain = _in_two.__code__ if len(parameters) == 3 else _in_one.__code__
+    return plain.replace(co_name=_NAME, co_varnames=parameters)
 
 
 def replaced(
@@ -101,7 +104,7 @@ def replaced(
         function = types.FunctionType(constant, scope)
         if _is_right(function, form):
             consts = list(code.co_consts)
-            consts[i] = _CODES[constant.co_argcount]
+            consts[i] = _code_for(constant.co_varnames[: constant.co_argcount])
             new = {"_turned_by_stand_in": _stand_in(function, form, processor_of)}
             return code.replace(co_consts=tuple(consts)), new
     return code, {}

@@ -136,7 +136,7 @@ class PostponedHeads(Postponed):
     @property
     def may_be_written(self) -> bool:
         """True if the ordinary tensor was handed out, or one with the same memory."""
-        return self._is_out or (self._viewed is not None and self._viewed._is_out)
+        return self._is_out or (self._viewed is not None and self._viewed.may_be_written)
 
     @property
     def is_turned(self) -> bool:
@@ -189,9 +189,12 @@ def _part(args, kwargs):
         return None
     if len(x._shape) != 4 or len(x._segments) != 1 or x.is_turned or x.may_be_written or x.is_stale:
         return None
-    if index[0] != slice(None) or type(index[1]) is not slice or index[1].step not in (None, 1):
+    if type(index[0]) is not slice or type(index[1]) is not slice:
         return None
-    if not all(type(place) in (int, type(None)) for place in (index[1].start, index[1].stop)):
+    places = (index[1].start, index[1].stop, index[1].step)
+    if not all(type(place) in (int, type(None)) for place in places) or index[1].step not in (None, 1):
+        return None
+    if any(place is not None for place in (index[0].start, index[0].stop, index[0].step)):
         return None
     view = x._segments[0].x.tensor[index]
     segment = x._segments[0]._replace(x=Operand(view))

@@ -6,7 +6,6 @@ This replaces a re-implementation of every attention processor in diffusers. The
 
 from __future__ import annotations
 
-import builtins
 import dis
 import functools
 import importlib.util
@@ -189,20 +188,26 @@ def _imported(code: types.CodeType, scope: dict[str, Any]) -> Iterator[tuple[typ
 def _with_imports(own: Any, ops: StandIns) -> dict[str, Any]:
     """Return built-in names with an import statement that gets stand-ins. own: those of the code as it is."""
 
-    def importing(name, globals=None, locals=None, fromlist=(), level=0):
-        module = builtins.__import__(name, globals, locals, fromlist, level)
-        found = {each: vars(module).get(each) for each in fromlist or ()}
-        replaced = {each: _stand_in_of(value, ops) for each, value in found.items()}
-        if all(value is None for value in replaced.values()):
-            return module
-        return types.SimpleNamespace(**{each: replaced[each] or getattr(module, each) for each in found})
+    names_of_own = vars(own) if isinstance(own, types.ModuleType) else own
+    own_import = names_of_own["__import__"]
 
-    return {**(vars(own) if isinstance(own, types.ModuleType) else own), "__import__": importing}
+    def importing(name, globals=None, locals=None, fromlist=(), level=0):
+        module = own_import(name, globals, locals, fromlist, level)
+        found = {each: vars(module).get(each) for each in fromlist or ()}
+        functions = {each: value for each, value in found.items() if isinstance(value, types.FunctionType)}
+        replaced = {each: made for each, value in functions.items() if (made := _stand_in_of(value, ops)) is not None}
+        if not replaced:
+            return module
+        names = types.ModuleType(module.__name__)  # IMPORT_FROM raises an ImportError for what it lacks
+        vars(names).update({each: getattr(module, each) for each in found if hasattr(module, each)} | replaced)
+        return names
+
+    return {**names_of_own, "__import__": importing}
 
 
 @functools.lru_cache(64)
 def _stand_in_of(value: Any, ops: StandIns) -> Any:
-    return ops.other(value) if isinstance(value, types.FunctionType) else None
+    return ops.other(value)
 
 
 _LOOK_ONLY = stand_ins(F.scaled_dot_product_attention, dispatch_attention_fn)

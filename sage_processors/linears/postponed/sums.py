@@ -10,7 +10,7 @@ import torch
 
 from ...postponed.casts import Castable
 from ...postponed.patterns import FLOATS
-from ...postponed.tensor import ChangedInputError
+from ...postponed.tensor import ChangedInputError, Postponed
 
 
 class PostponedSum(Castable):
@@ -45,6 +45,12 @@ class PostponedSum(Castable):
             )
         made: torch.Tensor = self._linear._finish(self._residual.tensor, self._dtype)
         return made
+
+    def _reads(self, other: Postponed) -> bool:
+        """Return True for the sum that this one is rounded from, or that is rounded from the same numbers."""
+        if not isinstance(other, PostponedSum) or other is self or self._made is None:
+            return False
+        return other._made is self._made
 
     def _cast(self, dtype: torch.dtype) -> torch.Tensor:
         is_narrower = torch.promote_types(dtype, self._dtype) != dtype

@@ -132,6 +132,14 @@ class Split(Processor):
         if self.when == "before":
             whole.mul_(1.5)
         q, other = whole.unflatten(2, (HEADS, -1)), whole.unflatten(-1, (HEADS, WIDTH))
+        if self.when == "after a view of a view":
+            q = q[:, :][:, :]
+            whole.mul_(1.5)
+        if self.when == "after a first use":
+            first, second = apply_rotary_emb(q, *angles) + 0, apply_rotary_emb(q, *angles)
+            whole.mul_(1.5)
+            v, k = attn.to_v(x).unflatten(2, (HEADS, -1)), apply_rotary_emb(k, *angles)
+            return dispatch_attention_fn(second * 1.0 + 0 * first, k, v).flatten(2, 3)
         if self.when == "after":
             whole.mul_(1.5)
         if self.when == "in the other":
@@ -143,11 +151,34 @@ class Split(Processor):
         return dispatch_attention_fn(q, k, v).flatten(2, 3)
 
 
-@pytest.mark.parametrize("when", ["before", "after", "in the other", "in three", "never"])
+@pytest.mark.parametrize(
+    "when", ["before", "after", "in the other", "in three", "never", "after a view of a view", "after a first use"]
+)
 def test_heads_share_memory_with_what_they_are_split_from(when):
     processor = Split()
     processor.when = when
     assert ran(processor) == ([1, 1, 1] if when == "never" else [0, 0, 0])
+
+
+class ByName(Split):
+    """Calls the function by the names of its parameters, and another time by their order."""
+
+    def __call__(self, attn, x, angles):
+        def apply_rotary_emb(hidden_states, freqs_cos, freqs_sin):
+            x1, x2 = hidden_states.unflatten(-1, (-1, 2)).unbind(-1)
+            cos, sin = freqs_cos[..., 0::2], freqs_sin[..., 1::2]
+            return torch.stack([x1 * cos - x2 * sin, x1 * sin + x2 * cos], -1).flatten(-2).type_as(hidden_states)
+
+        q, k = attn.norm_q(attn.to_q(x)), attn.norm_k(attn.to_k(x))
+        q, k, v = (each.unflatten(2, (HEADS, -1)) for each in (q, k, attn.to_v(x)))
+        cos, sin = angles
+        q = apply_rotary_emb(freqs_sin=sin, hidden_states=q, freqs_cos=cos)
+        k = apply_rotary_emb(k, cos, freqs_sin=sin)
+        return dispatch_attention_fn(q, k, v).flatten(2, 3)
+
+
+def test_it_may_be_called_by_the_names_of_its_parameters():
+    assert ran(ByName()) == [1, 1, 1]
 
 
 OTHER_ANGLES = {

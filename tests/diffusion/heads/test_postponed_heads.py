@@ -7,6 +7,7 @@ import functools
 import pickle
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -244,6 +245,7 @@ USES = {
     "a part turned": lambda q, k, given: (_turned_by_parts(q), _turned_by_parts(k)),
     "a part in place": lambda q, k, given: (q[:, :5].mul_(2), q, k)[1:],
     "a part of a part": lambda q, k, given: (torch.cat([q[:, :2], q[:, 2:][:, :-2], q[:, -2:]], 1), k),
+    "tokens of an array": lambda q, k, given: (q[np.arange(2), :20], k[..., :]),
     "tokens apart": lambda q, k, given: (torch.cat([q[:, ::2], q[:, 1::2]], 1), k[:, [*range(20)]]),
     "arithmetic": lambda q, k, given: (q * 2 - q, k + 0),
     "a part of it": lambda q, k, given: (torch.cat([q[:, :5], q[:, 5:]], 1), k[:, :]),
@@ -279,6 +281,37 @@ def test_a_part_that_is_not_rotated_is_of_the_same_pass():
                 got = model(X, angles())
             assert [(call["parts"], call["angles"]) for call in passes.calls] == [(2, 2)]
             assert (got - expected).norm() < 0.02 * expected.norm()
+
+
+class Importing(Processor):
+    """Imports more than the function, also names that another version of diffusers has."""
+
+    def __call__(self, attn, x, angles):
+        from diffusers.models.activations import ACT2CLS
+
+        try:
+            from diffusers.models.embeddings import a_name_of_another_version, apply_rotary_emb
+        except ImportError as error:
+            if "diffusers.models.embeddings" not in str(error):
+                raise
+            from diffusers.models.embeddings import TimestepEmbedding, apply_rotary_emb
+
+            a_name_of_another_version = TimestepEmbedding
+        if not isinstance(ACT2CLS, dict) or not isinstance(a_name_of_another_version, type):
+            raise TypeError(ACT2CLS)
+        q, k, v = (layer(x).unflatten(-1, (attn.heads, -1)) for layer in (attn.to_q, attn.to_k, attn.to_v))
+        q, k = (apply_rotary_emb(each, angles, sequence_dim=1) for each in (attn.norm_q(q), attn.norm_k(k)))
+        return dispatch_attention_fn(q, k, v).flatten(2)
+
+
+def test_other_imports_are_as_they_were():
+    model = Model(Importing())
+    expected = model(X, angles())
+    with sp.apply(model, config()):
+        for _ in range(2):
+            with Passes() as passes:
+                got = model(X, angles())
+            assert len(passes.calls) == 1 and (got - expected).norm() < 0.02 * expected.norm()
 
 
 def test_an_import_of_a_replaced_function_gets_the_replacement(monkeypatch):

@@ -41,6 +41,33 @@ def test_an_error_is_left_to_who_needs_the_result(fresh):
     ready.wait()
 
 
+def test_a_thread_that_can_t_start_is_not_waited_for(fresh, monkeypatch):
+    done, start = [], threading.Thread.start
+    calls = iter((False, True))
+
+    def limited(self):
+        if next(calls):
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    ready.begin([lambda: done.append(1), lambda: done.append(2)])
+    ready.wait()
+    assert done == [1]
+
+
+def test_several_threads_wait(fresh):
+    release = threading.Event()
+    ready.begin([release.wait])
+    waiting = [threading.Thread(target=ready.wait) for _ in range(4)]
+    for thread in waiting:
+        thread.start()
+    release.set()
+    for thread in waiting:
+        thread.join(10)
+        assert not thread.is_alive()
+
+
 def test_a_launch_and_a_compile_wait(fresh, monkeypatch):
     waits = []
     monkeypatch.setattr(ready, "wait", lambda: waits.append(1))
