@@ -69,7 +69,10 @@ def linear_rivals(rows: list[dict[str, str]]) -> str:
 
 
 def many_gpus(rows: list[dict[str, str]]) -> str:
-    """Return a table of forwards split over GPUs: the newest run of each model, number and kind that has one GPU's."""
+    """Return a table of forwards split over GPUs: the newest run of each model, number and kind.
+
+    A run without the forward on one GPU has no figures.
+    """
     rows = [row for row in rows if row["suite"] == "parallel" and row["metric"] == "time"]
     alone = {
         (row["case"].removesuffix("/x1"), row["recipe"], row["commit"]): row

@@ -183,7 +183,7 @@ def _cat(args, kwargs):
 
 
 def _part(args, kwargs):
-    """Take some tokens of heads [B, S, H, D] that are normed and not rotated; None if that can't be postponed."""
+    """Take some tokens of normed heads [B, S, H, D]; None if the result can't be postponed."""
     x, index = args if len(args) == 2 and not kwargs else (None, None)
     if current() is None or type(x) is not PostponedHeads or type(index) is not tuple or len(index) != 2:
         return None

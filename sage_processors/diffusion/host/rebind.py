@@ -171,7 +171,10 @@ def rebind(fn, ops: StandIns) -> Bound:
 
 
 def _imported(code: types.CodeType, scope: dict[str, Any]) -> Iterator[tuple[types.ModuleType, str]]:
-    """Yield (module, name) of each `from module import name` in the code, of modules that were imported before."""
+    """Yield (module, name) of each `from module import name` in the code.
+
+    Modules that nobody has imported so far are left out.
+    """
     instructions = [x for x in dis.get_instructions(code) if x.opname != "EXTENDED_ARG"]
     for level, names, statement in zip(instructions, instructions[1:], instructions[2:], strict=False):
         if statement.opname != "IMPORT_NAME" or type(names.argval) is not tuple or type(level.argval) is not int:

@@ -47,7 +47,7 @@ class PostponedSum(Castable):
         return made
 
     def _reads(self, other: Postponed) -> bool:
-        """Return True for the sum that this one is rounded from, or that is rounded from the same numbers."""
+        """Return True if both sums share the numbers that were computed at once."""
         if not isinstance(other, PostponedSum) or other is self or self._made is None:
             return False
         return other._made is self._made
