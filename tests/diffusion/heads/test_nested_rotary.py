@@ -160,6 +160,20 @@ def test_heads_share_memory_with_what_they_are_split_from(when):
     assert ran(processor) == ([1, 1, 1] if when == "never" else [0, 0, 0])
 
 
+@pytest.mark.parametrize("when", ["after", "in the other", "after a view of a view", "after a first use"])
+def test_so_they_do_once_forwards_have_shown_that_they_may_wait(when):
+    processor = Split()
+    model, table = Model(processor), angles()
+    processor.when = when
+    expected = model(X, table)
+    processor.when = "never"
+    with sp.apply(model, config()):
+        for _ in range(2):
+            model(X, table)
+        object.__setattr__(model.attn.processor, "when", when)
+        assert (model(X, table) - expected).norm() < 0.02 * expected.norm()
+
+
 class ByName(Split):
     """Calls the function by the names of its parameters, and another time by their order."""
 

@@ -73,6 +73,7 @@ USES = {
     "in place": lambda y, made, z, gate: (y.float(), y.mul_(2))[0] + y,
     "a cast in place": lambda y, made, z, gate: (y.float().mul_(2), y)[1],
     "in place behind a norm": lambda y, made, z, gate: (made.norm(y.float()).type_as(y), y.mul_(2))[0] + 1,
+    "a cast of what was used": lambda y, made, z, gate: (y[:, :1], y.float(), y.mul_(2))[1],
     "a part": lambda y, made, z, gate: y[:, 1:] + y.float()[:, :-1],
     "one token": lambda y, made, z, gate: y.float() + made.second(z[:, :1]),
 }
