@@ -11,7 +11,6 @@ from sage_kernels._triton.attention import launch as attention
 from sage_kernels._triton.attention.tiles import choose_tile
 from sage_kernels._triton.launch import ahead
 from sage_kernels._triton.linear import launch as linear
-from sage_kernels._triton.linear.quantize_weight import launch_quantize_weight
 from sage_kernels._triton.prologue import prologue
 from sage_kernels._triton.prologue.plan_step import launch_plan_step
 from sage_kernels.facts.recipe import DEFAULT_RECIPE, FP8_RECIPE
@@ -60,12 +59,8 @@ def _linear_calls():
         )  # fmt: skip
 
     # the numbers of rows: of each tile of the matmul, whole and with its last tiles shared
-    def weights():
-        for balance in (None, torch.empty(width)):
-            launch_quantize_weight(torch.empty(width, width, dtype=BF16), "int8", balance)
-
     calls = [call for kind in kinds for call in warm_up.linear_calls(kind, CPU, (4096, 4608, 512, 256))]
-    return [*calls, joined, weights]
+    return [*calls, joined, *warm_up.weight_calls(BF16, "int8", width, CPU)]
 
 
 def usual_jobs() -> dict[tuple, ahead.Job]:

@@ -26,12 +26,12 @@ class _Form(NamedTuple):
     """One kind of such a function.
 
     Attributes:
-        trial: function of (tokens, channels) that returns angles to try it with.
+        trial: function of (a generator, tokens, channels) that returns angles to try it with.
         tables: function of (angles, tokens, channels) that returns cos and sin [S, D / 2], views of the angles; None
             for angles of another form.
     """
 
-    trial: Callable[[int, int], tuple[torch.Tensor, ...]]
+    trial: Callable[[torch.Generator, int, int], tuple[torch.Tensor, ...]]
     tables: Callable[[tuple[Any, ...], int, int], tuple[torch.Tensor, torch.Tensor] | None]
 
 
@@ -55,13 +55,18 @@ def _of_complex(angles: tuple[Any, ...], tokens: int, channels: int) -> tuple[to
     return cos, sin
 
 
-def _two(tokens: int, channels: int) -> tuple[torch.Tensor, ...]:
-    cos, sin = torch.randn(2, 1, tokens, 1, channels, dtype=torch.float32, device="cpu")
+def _random(generator: torch.Generator, *shape: int) -> torch.Tensor:
+    """Draw normal numbers without touching PyTorch's own generator, from which a picture's noise may come."""
+    return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
+
+
+def _two(generator: torch.Generator, tokens: int, channels: int) -> tuple[torch.Tensor, ...]:
+    cos, sin = _random(generator, 2, 1, tokens, 1, channels)
     return cos, sin
 
 
-def _complex(tokens: int, channels: int) -> tuple[torch.Tensor, ...]:
-    return (torch.view_as_complex(torch.randn(1, tokens, channels // 2, 2, dtype=torch.float32, device="cpu")),)
+def _complex(generator: torch.Generator, tokens: int, channels: int) -> tuple[torch.Tensor, ...]:
+    return (torch.view_as_complex(_random(generator, 1, tokens, channels // 2, 2)),)
 
 
 # names of its parameters → its form
@@ -120,9 +125,9 @@ def _form_of(constant: Any) -> _Form | None:
 
 def _is_right(function: types.FunctionType, form: _Form) -> bool:
     """True if the function rotates channels 2i and 2i + 1 by its angles, tried on random numbers."""
-    with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        x, angles = torch.randn(2, 3, 2, 8, dtype=torch.float32, device="cpu"), form.trial(3, 8)
+    generator = torch.Generator("cpu").manual_seed(0)
+    with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
+        x, angles = _random(generator, 2, 3, 2, 8), form.trial(generator, 3, 8)
         kept = [t.clone() for t in (x, *angles)]
         try:
             got = function(x, *angles)

@@ -190,7 +190,6 @@ def _imported(code: types.CodeType, scope: dict[str, Any]) -> Iterator[tuple[typ
 
 def _with_imports(own: Any, ops: StandIns) -> dict[str, Any]:
     """Return built-in names with an import statement that gets stand-ins. own: those of the code as it is."""
-
     names_of_own = vars(own) if isinstance(own, types.ModuleType) else own
     own_import = names_of_own["__import__"]
 

@@ -9,39 +9,19 @@ from diffusers.models.attention_dispatch import dispatch_attention_fn
 
 import sage_processors as sp
 from sage_processors.diffusion.heads.nested_rotary import replaced
-from tests.diffusion.heads.test_postponed_heads import Passes, config
+from tests.diffusion.heads.test_postponed_heads import Model, Passes, config
 
 
 pytestmark = pytest.mark.usefixtures("library_tests")
 TOKENS, HEADS, WIDTH = 20, 2, 16
 
 
-class Attention(torch.nn.Module):
-    """An attention layer with norms across heads, whose processor is given."""
-
-    def __init__(self):
-        super().__init__()
-        self.heads = HEADS
-        self.to_q, self.to_k, self.to_v = (torch.nn.Linear(HEADS * WIDTH, HEADS * WIDTH) for _ in "qkv")
-        self.norm_q, self.norm_k = (torch.nn.RMSNorm(HEADS * WIDTH, eps=1e-6) for _ in "qk")
-        self.processor = None
-
-    def forward(self, x, angles):
-        return self.processor(self, x, angles)
-
-
-class Model(torch.nn.Module):
-    def __init__(self, processor):
-        super().__init__()
-        torch.manual_seed(0)
-        self.attn = Attention()
-        self.attn.processor = processor
-        for norm in (self.attn.norm_q, self.attn.norm_k):
-            torch.nn.init.uniform_(norm.weight, 0.5, 2.0)
-        self.eval().requires_grad_(False)
-
-    def forward(self, x, angles):
-        return self.attn(x, angles)
+def made(processor):
+    """A model whose one attention layer has norms across heads, with this processor."""
+    model = Model(processor, across=True)
+    for norm in (model.attn.norm_q, model.attn.norm_k):
+        torch.nn.init.uniform_(norm.weight, 0.5, 2.0)
+    return model
 
 
 class Processor:
@@ -80,7 +60,7 @@ X = torch.linspace(-1, 1, 2 * TOKENS * HEADS * WIDTH).sin().view(2, TOKENS, HEAD
 
 def ran(processor, forwards=3, table=None):
     """Passes over queries and keys in each forward; results are the model's, up to the error of 8 bit."""
-    model, table, found = Model(processor), table or angles(), []
+    model, table, found = made(processor), table or angles(), []
     expected = model(X, table)
     with sp.apply(model, config()) as handle:
         for _ in range(forwards):
@@ -163,7 +143,7 @@ def test_heads_share_memory_with_what_they_are_split_from(when):
 @pytest.mark.parametrize("when", ["after", "in the other", "after a view of a view", "after a first use"])
 def test_so_they_do_once_forwards_have_shown_that_they_may_wait(when):
     processor = Split()
-    model, table = Model(processor), angles()
+    model, table = made(processor), angles()
     processor.when = when
     expected = model(X, table)
     processor.when = "never"

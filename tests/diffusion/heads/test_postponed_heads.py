@@ -177,13 +177,13 @@ def test_a_model_whose_rotary_embedding_is_not_known_is_left_alone():
 
 
 class Attention(torch.nn.Module):
-    """An attention layer whose processor is given."""
+    """An attention layer whose processor is given. across: its norms are over all heads of a token."""
 
-    def __init__(self, width=32, heads=2):
+    def __init__(self, across=False, width=32, heads=2):
         super().__init__()
         self.heads = heads
         self.to_q, self.to_k, self.to_v = (torch.nn.Linear(width, width) for _ in "qkv")
-        self.norm_q, self.norm_k = (torch.nn.RMSNorm(width // heads, eps=1e-6) for _ in "qk")
+        self.norm_q, self.norm_k = (torch.nn.RMSNorm(width if across else width // heads, eps=1e-6) for _ in "qk")
         self.processor = None
 
     def forward(self, x, angles):
@@ -191,10 +191,10 @@ class Attention(torch.nn.Module):
 
 
 class Model(torch.nn.Module):
-    def __init__(self, processor):
+    def __init__(self, processor, across=False):
         super().__init__()
         torch.manual_seed(0)
-        self.attn = Attention()
+        self.attn = Attention(across)
         self.attn.processor = processor
         self.eval().requires_grad_(False)
 

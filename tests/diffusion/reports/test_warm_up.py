@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import sage_processors as sp  # noqa: E402
 import tests.support.tiny_image_models  # noqa: E402, F401 (registers them)
 from sage_kernels import qk_norm_rope  # noqa: E402
 from sage_kernels.ops.warm_up import LONG, SHORT, CallKind, LinearKind, heads_call  # noqa: E402
+from sage_processors.diffusion.denoiser import Denoiser  # noqa: E402
 from sage_processors.diffusion.reports import warm_up  # noqa: E402
 from sage_processors.diffusion.reports.warm_up import call_kinds, heads_kinds, linear_kinds  # noqa: E402
 from sage_processors.linears.weights.linear_state import LinearState  # noqa: E402
@@ -96,6 +98,29 @@ def test_kernels_of_a_preset_compile_while_its_weights_are_made(monkeypatch):
         assert "weight" not in (first, last) and first == last and "weight" in seen
         heads = len(heads_kinds(handle._denoisers[0], CUDA))
         assert first[0] > 0 and first[1] == heads + 3 * len(linear_kinds(handle._denoisers[0])) > heads
+
+
+@pytest.mark.parametrize(("device", "format", "begun"), [("cuda", "int8", 3), ("cuda", "none", 1), ("cpu", "int8", 0)])
+def test_what_a_process_does_once_is_begun_before_anything_is_swapped(device, format, begun, monkeypatch):
+    """And the kernels that quantise weights, without and with a balance, if there will be any."""
+    seen = []
+    monkeypatch.setattr(warm_up, "get_ready", lambda: seen.append("ready"))
+    monkeypatch.setattr(warm_up, "compile_ahead", lambda kinds, where, calls: seen.extend(calls))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    first = SimpleNamespace(device=torch.device(device), dtype=torch.bfloat16)
+    bare, model = (SimpleNamespace(parameters=lambda own=own: iter(own)) for own in ([], [first]))
+    warm_up.KernelsAhead().get_ready([bare, model, model], format)
+    assert len(seen) == begun and seen[:1] == ["ready"] * bool(begun)
+
+
+def test_a_swap_begins_it_first(monkeypatch):
+    seen, install = [], Denoiser.install
+    monkeypatch.setattr(
+        warm_up.KernelsAhead, "get_ready", lambda self, models, format: seen.append((len(models), format))
+    )
+    monkeypatch.setattr(Denoiser, "install", lambda self: seen.append("swapped") or install(self))
+    with sp.apply(MODELS["flux"]()[0], sp.SageAttnProcessor(linears=sp.Linears("fp8"))):
+        assert seen == [(1, "fp8"), "swapped"]
 
 
 @pytest.mark.parametrize("recipe", ["qk_int8_pv_bf16", FP8])
