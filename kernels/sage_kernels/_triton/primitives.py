@@ -21,7 +21,7 @@ SHRINK_LIMIT = tl.constexpr(recipe.SHRINK_LIMIT)
 BALANCE_NEAR_BELOW = tl.constexpr(recipe.BALANCE_NEAR_BELOW)
 BALANCE_NEAR_ABOVE = tl.constexpr(recipe.BALANCE_NEAR_ABOVE)
 FIT_SAMPLES = tl.constexpr(recipe.FIT_SAMPLES)
-FIT_LIMIT = tl.constexpr(recipe.FIT_LIMIT)
+FIT_LIMIT, STEADY_FIT_LIMIT = tl.constexpr(recipe.FIT_LIMIT), tl.constexpr(recipe.STEADY_FIT_LIMIT)
 CENTER_SAMPLES = tl.constexpr(128)
 CENTER_STEPS = tl.constexpr(2.0**22)
 # Memory order of atomics on statistics and counts, which only later launches read. The default, acq_rel, is slow: it

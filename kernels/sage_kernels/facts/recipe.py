@@ -23,7 +23,9 @@ SHRINK_LIMIT = 0.875
 # A plan's centre and balance serve a call while their squared error, on a sample of FIT_SAMPLES tokens, is at most
 # FIT_LIMIT times that of the best ones. The best ones follow the sample's noise, so a plan of other inputs of the same
 # kind must stay below the limit; one with keys five times as large, or channels eight times as large, must not.
-FIT_SAMPLES, FIT_LIMIT = 16, 2.6
+# STEADY_FIT_LIMIT is for heads whose latest step was as its plan expected. Of a head with a few tokens far from all
+# others the sample shows little: there the sample's own centre and balance are worse than a plan beyond FIT_LIMIT.
+FIT_SAMPLES, FIT_LIMIT, STEADY_FIT_LIMIT = 16, 2.6, 8.0
 
 # Ranges of codes that are tried for a weight's row, as shares of its largest element
 SHRINKS = (1.0, 0.975, 0.95, 0.925, 0.9, 0.875, 0.85)

@@ -27,7 +27,8 @@ COUNT_CALLS, COUNT_DYNAMIC, COUNT_OUTSIDE, COUNT_KEYS = range(4)
 COUNT_CLIPPED, COUNT_TRIED, COUNT_REDONE = range(4, 7)
 COUNT_BELOW, COUNT_MISFIT = range(7, 9)
 COUNT_KEY_MAX, COUNT_KEY_MIN, COUNT_PLAN_KEY_A, COUNT_PLAN_KEY_B = range(9, 13)
-COUNT_FIELDS = 13
+COUNT_STEADY = 13
+COUNT_FIELDS = 14
 
 KEY_NONE = 0  # no call has this shape key
 _INT32_MAX = 2**31 - 1
@@ -44,10 +45,11 @@ class HeadState(NamedTuple):
             for recipes that quantise V, its scale.
         plan_scale: fp32 [R]: the INT8 scale s of K; 0 marks a head without a plan, with scales of the call itself.
         stats: fp32 [R, 4, D_max], written: per-channel max |q|, max k, min k and max |v| of this step.
-        counts: int32 [R, 13], written: calls, calls without a plan, elements of K outside the planned range, elements
+        counts: int32 [R, 14], written: calls, calls without a plan, elements of K outside the planned range, elements
             of K, elements of V clipped at 7 times the planned range, query tiles that ran with a softmax reference
             kept from the step before, those of them that were done again, elements of K in tiles that took a smaller
-            scale than planned, elements of K in heads whose planned centre and balance did not fit, shape keys.
+            scale than planned, elements of K in heads whose planned centre and balance did not fit, shape keys, and 1
+            for a head whose latest step was as its plan expected.
         row: int32 0-d tensor: first row of this site; its key/value head h uses row + h.
         row_max: fp32 [B, H, S_q], read and written: max score per query row (log2), K centred on this call's midrange
             (the middle of each channel's range in `stats`). Recipes with 8-bit P derive the softmax reference of the

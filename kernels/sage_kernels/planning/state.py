@@ -129,6 +129,7 @@ class ScaleState:
         self.rule.refit(self)
         self._drain()  # the unfinished last step of a run that was broken off does not count
         self._take_frozen_keys(self._frozen > 0)
+        self._shared.counts[:, fields.COUNT_STEADY].zero_()
         self._plan(self.rule.first(self, self._enter(u)))
 
     @torch.no_grad()
@@ -167,11 +168,13 @@ class ScaleState:
     def _advance(self, finished, following, begins=None) -> None:
         """Close the step in noise bin `finished` and plan the one in `following`, int64 [1] each."""
         shared, seen = self._shared, self._seen()
+        agrees = agreeing(shared.plan, shared.plan_scale, shared.stats, self._is_channel, self.margin)
         record(
             self._table, self._table_run, self._run, finished, shared.stats, self._is_channel,
-            seen=seen & (self._frozen == 0), planned=shared.plan_scale > 0,
-            agrees=agreeing(shared.plan, shared.plan_scale, shared.stats, self._is_channel, self.margin),
+            seen=seen & (self._frozen == 0), planned=shared.plan_scale > 0, agrees=agrees,
         )  # fmt: skip
+        steady = shared.counts[:, fields.COUNT_STEADY]
+        steady.copy_(torch.where(seen, agrees.int(), steady))
         source = self.rule.following(self, following, seen)
         kept = ~source.known
         # a plan holds for the shapes of this step's calls only: two, since (un)conditional calls may differ
@@ -181,6 +184,7 @@ class ScaleState:
         if begins is not None:
             self._run.add_(begins)
             starts = begins > 0
+            steady.masked_fill_(starts, 0)
             self.rule.restart(starts)
             self._take_frozen_keys(starts & (self._frozen > 0))
             first = self.rule.first(self, following)
@@ -258,8 +262,9 @@ class ScaleState:
 
         With R heads in all, D channels of the widest: table fp32 [bins, R, 4, D], table_run int32 [bins, R] (number of
         the run that left an entry, 0: none), run int32 [] (number of the running one), plan fp32 [R, 4, D], plan_scale
-        fp32 [R]. Of the open step: stats fp32 [R, 4, D], pending bool [R] (heads with usable statistics), keys int32
-        [R, 4]. Every float is finite, and 0 where nothing was learnt.
+        fp32 [R], steady bool [R] (heads whose latest step was as its plan expected). Of the open step: stats fp32
+        [R, 4, D], pending bool [R] (heads with usable statistics), keys int32 [R, 4]. Every float is finite, and 0
+        where nothing was learnt.
         """
         shared, channel, pending = self._shared, self._is_channel, self._seen()
         tensors = {
@@ -270,7 +275,8 @@ class ScaleState:
             "plan_scale": shared.plan_scale,
             "stats": torch.where(pending[:, None, None] & channel[:, None], shared.stats, 0.0),
             "pending": pending,
-            "keys": shared.counts[:, fields.COUNT_KEY_MAX :],
+            "keys": shared.counts[:, fields.COUNT_KEY_MAX : fields.COUNT_STEADY],
+            "steady": shared.counts[:, fields.COUNT_STEADY] > 0,
         }
         return {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
 
@@ -290,7 +296,8 @@ class ScaleState:
         shared.plan.copy_(new["plan"])
         shared.plan_scale.copy_(new["plan_scale"])
         shared.stats.copy_(torch.where(pending[:, None, None], new["stats"], shared.stats))
-        shared.counts[:, fields.COUNT_KEY_MAX :] = new["keys"]
+        shared.counts[:, fields.COUNT_KEY_MAX : fields.COUNT_STEADY] = new["keys"]
+        shared.counts[:, fields.COUNT_STEADY] = new["steady"].int()
         # one call marks the open step as seen; the report must not count it
         shared.counts[:, fields.COUNT_CALLS] = pending.int()
         self._totals[:, fields.COUNT_CALLS] -= pending.long()

@@ -6,7 +6,7 @@ import torch
 
 from ..facts import state as fields
 from ..facts.numerics import LARGEST_QUERY, fit_tokens, padded_head_dim
-from ..facts.recipe import AMAX_FLOOR, FIT_LIMIT, FIT_SAMPLES, INT8_MAX, SHRINK_LIMIT
+from ..facts.recipe import AMAX_FLOOR, FIT_LIMIT, FIT_SAMPLES, INT8_MAX, SHRINK_LIMIT, STEADY_FIT_LIMIT
 from ..facts.state import HeadState, shape_key
 
 
@@ -51,7 +51,9 @@ def plan_fits(qf, kf, counts, state: HeadState) -> torch.Tensor:
     best = (k_size + off * (off * counted.sum(2) - k.sum(2) * 2)).clamp_min(0.0)  # sum of squares about the middle
     best = (best * q_size).sqrt()
     k_top, q_top, best_top = (x.amax(-1, keepdim=True) for x in (k_size, q_size, best))
-    excess = q_size * k_top + k_size * q_top - best * (best_top * (2 * FIT_LIMIT))
+    steady = state.counts[rows, fields.COUNT_STEADY, None] != 0
+    twice = torch.where(steady, 2 * STEADY_FIT_LIMIT, 2 * FIT_LIMIT)
+    excess = q_size * k_top + k_size * q_top - best * (best_top * twice)
     return ~(excess.sum(-1) > 0)
 
 

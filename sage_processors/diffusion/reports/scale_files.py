@@ -37,7 +37,7 @@ from ...version import __version__
 
 logger = logging.getLogger("sage_processors")
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3  # 2 had no "steady"
 MAX_FILE_BYTES = 512 * 2**20  # ten times the need of a video model of 40 layers and 40 heads
 MAX_HEADER_BYTES = 4 * 2**20
 MAX_METADATA_BYTES = 2 * 2**20

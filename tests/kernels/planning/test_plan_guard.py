@@ -7,7 +7,14 @@ import torch
 
 from sage_kernels import SCALINGS, sage_attention
 from sage_kernels.facts.recipe import SHRINK_LIMIT
-from sage_kernels.facts.state import COUNT_BELOW, COUNT_DYNAMIC, COUNT_KEYS, COUNT_MISFIT, COUNT_OUTSIDE
+from sage_kernels.facts.state import (
+    COUNT_BELOW,
+    COUNT_DYNAMIC,
+    COUNT_KEYS,
+    COUNT_MISFIT,
+    COUNT_OUTSIDE,
+    COUNT_STEADY,
+)
 from sage_kernels.planning.state import ScaleState, Site
 from sage_kernels.testing import exact_attention, relative_l2, sqnr_db
 from tests.kernels.attention.attention_cases import normal
@@ -109,6 +116,39 @@ def test_V17_one_token_a_thousand_times_larger_spoils_no_later_step(attend):
     k[:, 77] *= 1000
     counts = check(attend, (q, k, v), inputs(1))
     assert counts[COUNT_MISFIT] == counts[COUNT_KEYS]
+
+
+@pytest.mark.parametrize(("gain", "is_kept"), [(1.0, (True, True)), (1.4, (False, True)), (20.0, (False, False))])
+def test_a_head_that_just_went_as_planned_keeps_its_plan_longer(gain, is_kept, attend):
+    """gain: by how much biased keys became smaller; the plan is kept or not by heads that were not steady, and were."""
+    before, now = inputs(0, key_gain=gain, bias=2), inputs(1, bias=2)
+    for steady, kept in enumerate(is_kept):
+        state = attend.planned(*before)
+        state.counts[:, COUNT_STEADY] = steady
+        attend.check(*now, state=state)
+        counts = state.counts.cpu().sum(0)
+        assert counts[COUNT_MISFIT] == (0 if kept else counts[COUNT_KEYS]), (gain, steady)
+
+
+def test_a_head_is_steady_once_a_step_went_as_its_plan_expected():
+    """Not before: nothing has confirmed the plan of a run's second step; nor in the next run's first ones."""
+    state = ScaleState([Site("a", HEADS, DIM)], device="cpu")
+    steady = state._shared.counts[:, COUNT_STEADY]
+
+    def step(gain):
+        sage_attention(*inputs(0, key_gain=gain), state=state.head_state(0))
+        state.advance(0.5, 0.5)
+        return steady.tolist()
+
+    state.begin_run(0.5)
+    assert [step(gain) for gain in (1, 1, 1, 50, 50)] == [[0, 0], [1, 1], [1, 1], [0, 0], [1, 1]]
+    state.advance(0.5, 0.5)  # layers that were left out stay as they were
+    assert steady.tolist() == [1, 1]
+    state.advance(0.5, 0.5, begins=torch.ones((), dtype=torch.int32))
+    assert steady.tolist() == [0, 0]
+    assert [step(1), step(1)] == [[0, 0], [1, 1]]
+    state.begin_run(0.5)
+    assert steady.tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("exponent", [3, 6])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import sage_kernels
-from sage_kernels.facts.state import COUNT_KEY_MAX, KEY_NONE, STAT_K_MAX, STAT_K_MIN, STAT_Q_AMAX, STAT_V_AMAX
+from sage_kernels.facts.state import COUNT_KEY_MAX, COUNT_STEADY, KEY_NONE, STAT_K_MAX, STAT_K_MIN, STAT_Q_AMAX, STAT_V_AMAX
 from sage_kernels.ops.plan_step import plan_step
 from sage_kernels.planning.rules import Timestep, TimestepAdaptive
 from sage_kernels.planning.state import ScaleState, Site
@@ -73,7 +73,7 @@ RUN = 9
 def test_one_launch_does_what_the_tensor_operations_do(device, margin, rule):
     state = ScaleState(SITES, device=BY_CPU.get(device, device), margin=margin, bins=5, rule=rule())
     generator = torch.Generator().manual_seed(7)
-    planned, kept, strayed, refuted, held = 0, 0, 0, 0, 0
+    planned, kept, strayed, refuted, held, steady, not_steady = (0,) * 7
     for run, walk in enumerate(WALKS):
         if run == 2:
             state.freeze()
@@ -96,13 +96,15 @@ def test_one_launch_does_what_the_tensor_operations_do(device, margin, rule):
             planned += int((state._shared.plan_scale > 0).sum())
             refuted += int((seen & (state._table_run[finished] == marks) & (before > 0)).sum())
             held += int((seen & (marks != 0) & (before == 0)).sum())
+            steady += int(state._shared.counts[:, COUNT_STEADY].sum())
+            not_steady += int((seen & (before > 0) & (state._shared.counts[:, COUNT_STEADY] == 0)).sum())
             for (name, a), b in zip(tensors_of(state).items(), tensors_of(other).values(), strict=True):
                 if name in ("plan", "plan_scale"):  # torch's own sqrt and division are an ulp off, by device
                     assert torch.allclose(a, b, rtol=1e-6, atol=0.0), (run, step, name)
                     assert torch.equal(a == 0.0, b == 0.0), (run, step, name)
                 else:
                     assert torch.equal(a, b), (run, step, name)
-    assert planned and kept and strayed and refuted and held  # else half of it was not tried
+    assert planned and kept and strayed and refuted and held and steady and not_steady  # else half of it was not tried
 
 
 @devices

@@ -17,6 +17,7 @@ from ...facts.state import (
     COUNT_KEY_MIN,
     COUNT_PLAN_KEY_A,
     COUNT_PLAN_KEY_B,
+    COUNT_STEADY,
     KEY_NONE,
     PLAN_CENTER,
     PLAN_FIELDS,
@@ -40,6 +41,7 @@ _KEY_MAX = tl.constexpr(COUNT_KEY_MAX)
 _KEY_MIN = tl.constexpr(COUNT_KEY_MIN)
 _PLAN_KEY_A = tl.constexpr(COUNT_PLAN_KEY_A)
 _PLAN_KEY_B = tl.constexpr(COUNT_PLAN_KEY_B)
+_STEADY = tl.constexpr(COUNT_STEADY)
 _NO_KEY = tl.constexpr(KEY_NONE)
 _LARGEST_KEY = tl.constexpr(2**31 - 1)
 _PLANS = tl.constexpr(PLAN_FIELDS)
@@ -233,6 +235,9 @@ def _plan_step_kernel(
     if seen:  # the plan holds only for the shapes of this step's calls
         tl.store(count + _PLAN_KEY_A, tl.load(count + _KEY_MAX))
         tl.store(count + _PLAN_KEY_B, tl.load(count + _KEY_MIN))
+        tl.store(count + _STEADY, agrees.to(tl.int32))
+    if begins != 0:
+        tl.store(count + _STEADY, 0)
     if frozen & (begins != 0):  # a run starts from the frozen table, which holds for its own shapes
         tl.store(count + _PLAN_KEY_A, tl.load(frozen_keys_ptr + row * 2))
         tl.store(count + _PLAN_KEY_B, tl.load(frozen_keys_ptr + row * 2 + 1))

@@ -20,6 +20,7 @@ from ...facts.state import (
     COUNT_OUTSIDE,
     COUNT_PLAN_KEY_A,
     COUNT_PLAN_KEY_B,
+    COUNT_STEADY,
     PLAN_CENTER,
     PLAN_FIELDS,
     PLAN_K_WEIGHT,
@@ -52,6 +53,7 @@ _KEY_MAX = tl.constexpr(COUNT_KEY_MAX)
 _KEY_MIN = tl.constexpr(COUNT_KEY_MIN)
 _PLAN_KEY_A = tl.constexpr(COUNT_PLAN_KEY_A)
 _PLAN_KEY_B = tl.constexpr(COUNT_PLAN_KEY_B)
+_STEADY = tl.constexpr(COUNT_STEADY)
 _COUNTS = tl.constexpr(COUNT_FIELDS)
 _CENTER = tl.constexpr(PLAN_CENTER)
 _K_WEIGHT = tl.constexpr(PLAN_K_WEIGHT)
@@ -231,7 +233,7 @@ def _prepare_span(
         misfit = fits & (
             plan_fits(
                 q_base, stride_qs, stride_qh, seq_q, group, k_base, stride_ks, extent, reach_ptr, center, weight,
-                q_weight, HEAD_DIM, WIDTH, FIT_ROWS, HAS_MASK,
+                q_weight, tl.load(count + _STEADY), HEAD_DIM, WIDTH, FIT_ROWS, HAS_MASK,
             )
             == 0
         )  # fmt: skip

@@ -18,6 +18,7 @@ from ..primitives import (
     CHANNEL_FLOOR,
     FIT_LIMIT,
     FIT_SAMPLES,
+    STEADY_FIT_LIMIT,
     load_tokens,
     round_to_int,
 )
@@ -163,7 +164,7 @@ def _fit_steps(seq, ROWS: tl.constexpr):
 
 @triton.jit
 def plan_fits(q_base, stride_qs, stride_qh, seq_q, group, k_base, stride_ks, extent, reach_ptr, center, k_weight,
-              q_weight, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+              q_weight, steady, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
               HAS_MASK: tl.constexpr):  # fmt: skip
     """Check on a sample if the plan fits one head, as `plan_fits` of reference/plan.py.
 
@@ -210,5 +211,6 @@ def plan_fits(q_base, stride_qs, stride_qh, seq_q, group, k_base, stride_ks, ext
     tops, best_top = tl.split(tl.max(tl.join(tl.join(k_size, q_size), tl.join(best, best)), 0))
     k_top, q_top = tl.split(tops)
     best_top, _ = tl.split(best_top)
-    excess = tl.sum(q_size * k_top + k_size * q_top - best * (best_top * 2.0 * FIT_LIMIT), 0)
+    twice = tl.where(steady != 0, 2.0 * STEADY_FIT_LIMIT, 2.0 * FIT_LIMIT)
+    excess = tl.sum(q_size * k_top + k_size * q_top - best * (best_top * twice), 0)
     return (excess > 0) == 0
