@@ -28,7 +28,6 @@ from .report import LinearReport, notes_of, rows_of
 from .short_forwards import ShortForwards, shapes_of
 from .swap_checks import DROPPED, agree_with
 from .swap_hooks import EndHook, PrepareHook
-from .weights.fingerprints import are_changed
 from .weights.layers import Choice, choose, repeated_blocks
 from .weights.linear_state import LEAST_WORK, LinearState, Shared, is_timed, linear_state
 from .weights.room import Room
@@ -253,6 +252,7 @@ class LinearSwap:
 
     def _before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         shared, ran_before = self._shared, self._shared.forwards > 0
+        shared.check.end()
         self.unseen_forwards += ran_before and not shared.was_called
         shared.begin_forward()
         if self._trains:
@@ -271,15 +271,16 @@ class LinearSwap:
                 self._prepare_one(module, state)
 
     def begin_run(self) -> None:
-        """Begin a denoiser's run: compare a sample of each weight, to notice uncounted writes. Syncs."""
+        """Begin a denoiser's run: compare a sample of each weight, to notice uncounted writes. Does not wait."""
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return
         with torch.no_grad():
             samples = [(state, state.samples(module)) for module, state in self._states.values()]
-            looked_at = [(state, pair) for state, pair in samples if pair is not None]
-            for (state, _), is_changed in zip(looked_at, are_changed([pair for _, pair in looked_at]), strict=True):
-                if is_changed:
-                    state.touched = state.bias_touched = True
+            self._shared.check.begin([(state, pair) for state, pair in samples if pair is not None])
+
+    def end_check(self) -> None:
+        """Wait for what `begin_run` began, so that weights which were written to are quantised again."""
+        self._shared.check.end()
 
     def _is_known_as_short(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Return True if all calls of this forward are known to be short."""

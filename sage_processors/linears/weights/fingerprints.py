@@ -6,7 +6,9 @@ pipeline would take longer than some of its steps, so a run reads a few.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -32,20 +34,69 @@ def sample_of(x: torch.Tensor) -> torch.Tensor:
     return x.as_strided((count,), (rows // apart * down + columns // apart * right,))
 
 
-def are_changed(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[bool]:
-    """Return for each pair (sample now, sample before) if any bit differs.
+class Comparison:
+    """Comparison of samples by their bits, under way on their device until its result is asked for.
 
-    Samples are of shape [count]. Syncs once for all pairs of equal devices, dtypes and shapes.
+    Args: pairs: (sample now, sample before) of shape [count] each.
     """
-    groups: dict[tuple, list[int]] = {}
-    found = [True] * len(pairs)
-    for i, (now, before) in enumerate(pairs):
-        if (now.dtype, now.shape) == (before.dtype, before.shape):
-            groups.setdefault((now.device, before.device, now.dtype, now.shape), []).append(i)
-    for members in groups.values():
-        now, before = (torch.stack([pairs[i][side] for i in members]) for side in (0, 1))
-        bits = {1: torch.int8, 2: torch.int16, 4: torch.int32}[now.element_size()]
-        differ = (now.view(bits) != before.to(now.device).view(bits)).any(1).tolist()
-        for i, is_changed in zip(members, differ, strict=True):
-            found[i] = is_changed
-    return found
+
+    def __init__(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]):
+        groups: dict[tuple, list[int]] = {}
+        for i, (now, before) in enumerate(pairs):
+            if (now.dtype, now.shape) == (before.dtype, before.shape):
+                groups.setdefault((now.device, before.device, now.dtype, now.shape), []).append(i)
+        self._number, self._under_way = len(pairs), list[tuple[list[int], torch.Tensor, Any]]()
+        for members in groups.values():
+            now, before = (torch.cat([pairs[i][side] for i in members]) for side in (0, 1))
+            bits = {1: torch.int8, 2: torch.int16, 4: torch.int32}[now.element_size()]
+            differ = now.view(bits) != before.to(now.device).view(bits)
+            self._under_way.append((members, *_sent(differ.view(len(members), -1).any(1))))
+
+    def changed(self) -> list[bool]:
+        """Return for each pair if any bit differs. Waits for the device."""
+        found = [True] * self._number
+        for members, flags, event in self._under_way:
+            if event is not None:
+                event.synchronize()
+            for i, is_changed in zip(members, flags.tolist(), strict=True):
+                found[i] = is_changed
+        return found
+
+
+def _sent(flags: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    """Copy flags to the host. Returns (the copy, the event at which it is complete or None). Does not wait."""
+    if not flags.is_cuda:
+        return flags, None
+    host = torch.empty(flags.shape, dtype=torch.bool, device="cpu", pin_memory=True).copy_(flags, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(flags.device))
+    return host, event
+
+
+class WeightCheck:
+    """Check for uncounted writes to a model's weights: it begins with a run, and ends when one of them is used.
+
+    Attributes: is_under_way: nobody has asked for the result yet.
+    """
+
+    def __init__(self) -> None:
+        self.is_under_way, self._lock = False, threading.Lock()
+        self._states: list[Any] = []
+        self._comparison = Comparison([])
+
+    def begin(self, samples: Sequence[tuple[Any, tuple[torch.Tensor, torch.Tensor]]]) -> None:
+        """Begin to compare samples: (LinearState, (sample now, sample before)) of each weight."""
+        comparison = Comparison([pair for _, pair in samples])
+        with self._lock:
+            self._states, self._comparison = [state for state, _ in samples], comparison
+            self.is_under_way = True
+
+    def end(self) -> None:
+        """Doubt the weights whose samples differ. Waits for the device, once in a run."""
+        with self._lock:
+            if not self.is_under_way:
+                return
+            for state, is_changed in zip(self._states, self._comparison.changed(), strict=True):
+                if is_changed:
+                    state.touched = state.bias_touched = True
+            self._states, self.is_under_way = [], False

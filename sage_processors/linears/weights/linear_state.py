@@ -18,7 +18,7 @@ from ...reporting.event_counter import EventCounter
 from ...reporting.fallbacks import Fallbacks
 from ...torch_modes import counts_writes
 from ...unsupported import UnsupportedLinearError
-from .fingerprints import checksum, sample_of
+from .fingerprints import WeightCheck, checksum, sample_of
 from .layers import WEIGHT_ONLY, has_compiled_parts
 from .replays import Replays
 from .room import Room
@@ -80,7 +80,7 @@ def is_timed(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-NOT_COPIED = ("lock", "replays")
+NOT_COPIED = ("lock", "replays", "check")
 
 
 class Shared:
@@ -97,7 +97,7 @@ class Shared:
         forwards: number of forwards of the model so far.
         lock: held while an 8-bit weight is made, put into another order or read by a call, as several threads may
             run forwards. No lock of attention is taken meanwhile.
-        replays: Replays, of CUDA graphs of the whole model.
+        replays: Replays, of CUDA graphs of the whole model. check: WeightCheck.
         room: Room for 8-bit weights beside the 16-bit ones; None: they take their place.
         owner: Owner of the swap that will undo this; in a copy, one that is gone.
         saving: what state_dict has for a dropped weight: "codes", a "placeholder", or it is "refused".
@@ -109,7 +109,7 @@ class Shared:
         self.was_called = self.had_work = self.all_short = self.is_taken_in = False
         self.forwards = 0
         self.lock = threading.RLock()
-        self.replays = Replays()
+        self.replays, self.check = Replays(), WeightCheck()
         self.room: Room | None = None
 
     def __getstate__(self) -> dict[str, Any]:  # a copy's layers learn their model when its first forward begins
@@ -117,7 +117,7 @@ class Shared:
         return kept | {"_model": _nothing, "all_short": False}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__ |= state | {"lock": threading.RLock(), "replays": Replays()}
+        self.__dict__ |= state | {"lock": threading.RLock(), "replays": Replays(), "check": WeightCheck()}
 
     def begin_forward(self, copied: nn.Module | None = None) -> None:
         """Note that a forward of the model begins. copied: the model, if it is a copy of a swapped one."""

@@ -12,33 +12,11 @@ from typing import NamedTuple
 import torch
 
 from .. import compat
+from .descriptors import Described, encode_once
 from .recording import Tape, recording
 
 
-class _Address:
-    """A stand-in for a tensor that only has an address."""
-
-    __slots__ = ("address",)
-
-    def __init__(self, address: int):
-        self.address = address
-
-    def data_ptr(self) -> int:
-        """Return the address, as a tensor does."""
-        return self.address
-
-
-class _Described:
-    """The fields of a tensor descriptor, without its tensor."""
-
-    def __init__(self, fields: dict):
-        self.__dict__.update(fields)
-
-    def at(self, address: int):
-        """Return a copy for a tensor at this address."""
-        here = _Described(self.__dict__)
-        here.base = _Address(address)
-        return here
+encode_once()
 
 
 class _RecordedLaunch(NamedTuple):
@@ -49,7 +27,7 @@ class _RecordedLaunch(NamedTuple):
         values: its arguments; None where `places` or `described` has one.
         rest: its constants.
         places: pairs (argument, slot) of tensors; a slot is an index into the call's addresses.
-        described: triples (argument, _Described, slot) of tensor descriptors.
+        described: triples (argument, Described, slot) of tensor descriptors.
         named: pairs (argument, name of its number) of integers that may change.
     """
 
@@ -116,7 +94,7 @@ class Replay:
                 if tensor is x:
                     places.append((i, slot))
                 else:
-                    described.append((i, _Described({**vars(x), "base": None}), slot))
+                    described.append((i, Described({**vars(x), "base": None}), slot))
                 values[i] = None
             self.launches.append(_RecordedLaunch(start, programs, values, rest, places, described, named))
         self.aligned = [slot for slot in aligned if slot < len(given)]  # tensors allocated here always are
