@@ -15,6 +15,7 @@ from sage_kernels.compat import is_any_autocast, is_differentiating_forward
 
 from ..patching.derived import Derived, derived
 from ..postponed.casts import PostponedCast
+from ..postponed.joins import JoinedParts
 from ..postponed.region import in_thread, is_caller_known
 from ..postponed.tensor import CAN_WAIT, Postponed, is_dual, ordinary_in, version_of
 from ..torch_modes import is_autocast
@@ -31,6 +32,7 @@ from .weights.storage import CODES, SCALE, as_saved, in_place, is_captured
 _DEVICES = ("cpu", "cuda")
 _ORDINARY = (torch.Tensor, nn.Parameter)
 _READY = (PostponedNorm, PostponedColumns)  # postponed results that quantise themselves
+_STORED = (PostponedCast, JoinedParts)  # those whose numbers a norm reads where they are
 _CALLED = EVENTS.index(CALLED)
 
 
@@ -337,7 +339,7 @@ def norm_class(base: Any) -> Any:
             return base.forward(self, *args, **kwargs)
         x, waiting = args[0], None
         if is_caller_known(1):
-            narrow = x.stored() if type(x) is PostponedCast else None
+            narrow = x.stored() if type(x) in _STORED else None
             if narrow is not None:
                 waiting = self._sage.postpone(self, narrow, base.forward, x.dtype)
             else:

@@ -12,6 +12,7 @@ from ..patching.derived import Derived, derived
 from ..patching.patched import Owner
 from .casts import with_castable_input
 from .enclosure import Enclosure
+from .joins import with_parts
 from .region import current, opened
 from .tensor import ordinary
 
@@ -49,8 +50,11 @@ def block_class(base: Any) -> Any:
         with opened() as region:
             if enclosure.has_casts:
                 args = with_castable_input(args, tuple(kwargs.values()))
+            parts = with_parts(args, kwargs) if enclosure.may_join and not enclosure.has_casts else None
+            args, kwargs = parts or (args, kwargs)
             result = ordinary(own(*args, **kwargs))
             enclosure.has_casts = region.has_casts
+            enclosure.may_join = enclosure.may_join and (parts is None or region.has_joins)
             return result
 
     made = derived(_EnclosedBlock, base, forward, block_class)

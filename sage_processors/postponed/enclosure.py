@@ -37,10 +37,12 @@ class Enclosure:
         modules: the block and all modules in it; empty before the first call.
         obstacle: the code that is not a library's, in a few words; "" if there is none.
         has_casts: the last call postponed casts to a wider dtype.
+        may_join: no call was given neighbours in memory without concatenating them.
     """
 
     owner: Any = None
     has_casts = False
+    may_join = True
     modules: tuple[nn.Module, ...] = ()
     obstacle = ""
 

@@ -16,16 +16,16 @@ class Region:
         quantized: 8-bit inputs of linear layers, each shared by all layers that read it; None before the first.
         joined: {id of a group of layers: results that were computed together and were not asked for yet}.
         waiting: weak references to the postponed results.
-        has_casts: casts to a wider dtype were postponed.
+        has_casts: casts to a wider dtype were postponed. has_joins: a torch.cat of two inputs was.
     """
 
-    __slots__ = ("quantized", "joined", "waiting", "has_casts")
+    __slots__ = ("quantized", "joined", "waiting", "has_casts", "has_joins")
 
     def __init__(self) -> None:
         self.quantized: Any = None
         self.joined: dict[int, Any] = {}
         self.waiting: list[weakref.ref[Any]] = []
-        self.has_casts = False
+        self.has_casts = self.has_joins = False
 
     def forget(self) -> None:
         """Drop everything kept for the rest of the block at once, as it takes memory of the GPU."""
