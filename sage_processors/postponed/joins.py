@@ -107,8 +107,12 @@ def _are_neighbours(first: torch.Tensor, second: torch.Tensor) -> bool:
 def with_parts(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Return a block's arguments with two neighbours as SequenceParts; None if there are no such tensors.
 
-    No third tensor may have their memory, as the block could write to it under another name.
+    No third tensor may have their memory, as the block could write to it under another name. In eager calls on a GPU
+    the host would spend more time on this than the GPU saves: there it is for calls that a CUDA graph captures.
     """
+    given: Any = next((x for x in (*args, *kwargs.values()) if type(x) is torch.Tensor), None)
+    if given is None or (given.is_cuda and not torch.cuda.is_current_stream_capturing()):
+        return None
     found = [x for x in (*args, *kwargs.values()) if type(x) is torch.Tensor and x.dim() == 3]
     if len(found) < 2:
         return None
