@@ -21,7 +21,7 @@ from ...postponed.tensor import ordinary
 from ...reporting.event_counter import EventCounter
 from ...unsupported import PAG_REMEDY
 from ..heads.nested_rotary import NESTED
-from ..heads.rotary import is_rotary
+from ..heads.rotary import has_norms_alone, is_rotary
 from ..host.patches import Binding, Patches
 from .processor_state import ProcessorState
 from .processors import EVENTS, STAND_INS, count_short
@@ -114,7 +114,7 @@ def _sage_class(base: Any, fn: types.FunctionType) -> Any:
     called: list[Any] = [*(fn.__globals__.get(name) for name in fn.__code__.co_names), *binding.imported]
     names = [function.__name__ for function in called if is_rotary(function)]
     binding.rotary = names[0] if names else NESTED if binding.has_nested else None
-    has_rotary = binding.rotary is not None
+    binding.joins_heads = binding.rotary is not None or has_norms_alone(fn)
     original: Any = base
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -137,7 +137,7 @@ def _sage_class(base: Any, fn: types.FunctionType) -> Any:
         running.training = getattr(module, "training", False) is True
         try:
             if (
-                not has_rotary
+                not binding.joins_heads
                 or torch.compiler.is_compiling()
                 or current() is not None
                 or not own.waiting.is_closed(module, args, kwargs)

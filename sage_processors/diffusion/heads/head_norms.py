@@ -62,7 +62,7 @@ class HeadNorms:
         self._owner = Owner()
 
     def put(self, layers, label) -> None:
-        """Swap the head norms of those layers that have a rotary embedding of a known kind.
+        """Swap the head norms of those layers that have a rotary embedding of a known kind, or none.
 
         Args: layers: the denoiser's attention layers. label: function from a module's name in the model to its name
             in messages.
@@ -70,7 +70,7 @@ class HeadNorms:
         if any(layer.sage._sage_binding.rotary for layer in layers):
             fuse_in_compiled_code(fuse_heads)
         for layer in layers:
-            for name in NAMES if layer.sage._sage_binding.rotary else ():
+            for name in NAMES if layer.sage._sage_binding.joins_heads else ():
                 module = layer.module._modules.get(name)
                 form = None if module is None or is_swapped(module) else norm_form(module)
                 if form is not None:

@@ -90,13 +90,16 @@ class HeadSource:
 class PostponedHeads(Postponed):
     """Postponed queries or keys [B, S, H, D]: segments, each with its norm and rotary embedding.
 
+    Models that call PyTorch's attention directly have them as [B, H, S, D] at first, and their segments likewise.
+
     Args: angles: of a rotary embedding of all segments together, or None. compute: function without arguments that
         returns the result of the model's own code, in 16 bit. of: other PostponedHeads that `compute` reads.
-        viewed: the one that the result is a view of, if any.
+        viewed: the one that the result is a view of, if any. axis: dimension along which segments are joined.
     """
 
-    def __init__(self, shape, dtype, device, segments, angles, sources, compute, of=(), viewed=None):
+    def __init__(self, shape, dtype, device, segments, angles, sources, compute, of=(), viewed=None, axis=1):
         self._of: tuple[PostponedHeads, ...] = of
+        self._axis = axis
         self._viewed: PostponedHeads | None = viewed
         self._segments: tuple[Segment, ...] = segments
         self._angles: Angles | None = angles
@@ -145,7 +148,7 @@ class PostponedHeads(Postponed):
 
     def turned(self, angles: Angles, compute) -> PostponedHeads | None:
         """Apply a rotary embedding to the whole sequence. Returns None if this one can't be postponed."""
-        if self.is_turned or self.may_be_written or len(self._shape) != 4:
+        if self.is_turned or self.may_be_written or len(self._shape) != 4 or self._axis != 1:
             return None
         segments: tuple[Segment, ...] = self._segments
         whole: Angles | None = angles
@@ -161,7 +164,8 @@ class PostponedHeads(Postponed):
 def _cat(args, kwargs):
     """Concatenate postponed heads along the sequence; None if the result can't be postponed."""
     tensors, dim = args[0], args[1] if len(args) > 1 else kwargs.get("dim", 0)
-    if current() is None or dim not in (1, -3) or "out" in kwargs:
+    axis = _AXES.get(dim)
+    if current() is None or axis is None or "out" in kwargs:
         return None
     first, tokens = tensors[0], 0
     segments: tuple[Segment, ...] = ()
@@ -169,17 +173,35 @@ def _cat(args, kwargs):
     for x in tensors:
         if type(x) is not PostponedHeads or x.may_be_written or x._angles is not None or x._dtype != first._dtype:
             return None
-        if len(x._shape) != 4:
+        if len(x._shape) != 4 or (len(x._segments) > 1 and x._axis != axis):
             return None
-        if (x._shape[0], x._shape[2:]) != (first._shape[0], first._shape[2:]):
+        if x._shape[:axis] != first._shape[:axis] or x._shape[axis + 1 :] != first._shape[axis + 1 :]:
             return None
-        segments, sources, tokens = segments + x._segments, sources + x._sources, tokens + x._shape[1]
-    shape = torch.Size((first._shape[0], tokens, *first._shape[2:]))
+        segments, sources, tokens = segments + x._segments, sources + x._sources, tokens + x._shape[axis]
+    shape = torch.Size((*first._shape[:axis], tokens, *first._shape[axis + 1 :]))
 
     def own():
-        return torch.cat([x.value() for x in tensors], 1)
+        return torch.cat([x.value() for x in tensors], axis)
 
-    return PostponedHeads(shape, first._dtype, first._device, segments, None, sources, own, tuple(tensors))
+    of = tuple(tensors)
+    return PostponedHeads(shape, first._dtype, first._device, segments, None, sources, own, of, axis=axis)
+
+
+def _transposed(args, kwargs):
+    """Exchange tokens and heads, [B, H, S, D] and [B, S, H, D]; None if the result can't be postponed."""
+    x = args[0] if args else None
+    if current() is None or type(x) is not PostponedHeads or len(args) != 3 or kwargs:
+        return None
+    if len(x._shape) != 4 or {_AXES.get(dim) for dim in args[1:]} != {1, 2}:
+        return None
+    if x.is_turned or x.may_be_written or x.is_stale:
+        return None
+    segments = tuple(s._replace(x=Operand(s.x.tensor.transpose(1, 2))) for s in x._segments)
+    batch, rows, columns, width = x._shape
+    return PostponedHeads(
+        torch.Size((batch, columns, rows, width)), x._dtype, x._device, segments, None, x._sources,
+        lambda: x.value().transpose(1, 2), (x,), x, 3 - x._axis,
+    )  # fmt: skip
 
 
 def _part(args, kwargs):
@@ -232,9 +254,10 @@ def _type_as(args, kwargs):
     return x.to(like._dtype)
 
 
+_AXES = {1: 1, -3: 1, 2: 2, -2: 2}  # tokens or heads
 _KNOWN = {
     torch.cat: _cat, torch.concat: _cat, torch.Tensor.unflatten: _split, torch.Tensor.__getitem__: _part,
-    torch.Tensor.type_as: _type_as,
+    torch.Tensor.type_as: _type_as, torch.Tensor.transpose: _transposed,
 }  # fmt: skip
 
 
@@ -279,6 +302,8 @@ def _fit(query: PostponedHeads, key: PostponedHeads) -> bool:
     """True if one kernel can compute both: same segments, angles, eps and dtype, and one kind of norm."""
     mine, others = query._segments, key._segments
     if len(mine) != len(others) or query._dtype != key._dtype or len(query._shape) != 4 or len(key._shape) != 4:
+        return False
+    if len(mine) > 1 and (query._axis, key._axis) != (1, 1):
         return False
     first = mine[0]
     for segment, other in zip(mine, others, strict=True):

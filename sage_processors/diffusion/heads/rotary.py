@@ -62,6 +62,13 @@ def is_rotary(function) -> bool:
     )
 
 
+def has_norms_alone(function: types.FunctionType) -> bool:
+    """True for the code of a processor that normalises queries and keys, and rotates nothing."""
+    code = function.__code__
+    names = {*code.co_names, *code.co_varnames}
+    return names >= {"norm_q", "norm_k"} and not any("rot" in name for name in names)
+
+
 def usual_angles(name: str) -> tuple[bool, bool]:
     """Return the form of angles that most models pass to the rotary embedding function of this name.
 

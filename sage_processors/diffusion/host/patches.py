@@ -31,6 +31,7 @@ class Binding:
         is_replaced: True if `__call__` or an attention function was replaced. `inner` must not be used then.
         rotary: name of the rotary embedding function in the code, if that can be postponed; NESTED for one that the
             code defines.
+        joins_heads: True if norms of heads may be postponed: the code has such a rotary embedding, or none.
         face: the function that models see as `__call__`, if any. Its signature has to be right: models drop keyword
             arguments, such as masks and rotary embeddings, that it does not have.
     """
@@ -46,6 +47,7 @@ class Binding:
         self._shown: Any = None
         self.face: Any = None
         self.rotary: str | None = None
+        self.joins_heads = False
 
     def _bind(self) -> None:
         bound = rebind(self._fn, self._ops)

@@ -180,17 +180,18 @@ def heads_kinds(denoiser, device: torch.device, *, only_seen: bool = False) -> l
     found = []
     for layer, kind in _calls_of(denoiser, device, False, only_seen):
         rotary = layer.sage._sage_binding.rotary
-        if rotary is None:
-            continue
         norm = layer.module._modules.get("norm_q")
         state = getattr(norm, "_sage", None)
+        if rotary is None and not isinstance(state, HeadNormState):
+            continue
         weight = None
         is_rms = isinstance(state, HeadNormState) and state.kind == "rms"
         if is_rms:
             weight = norm._parameters.get("weight")
         dtype = None if weight is None else weight.dtype
         across = is_rms and norm_width(norm) not in (None, ANY_WIDTH, kind.head_dim)
-        made = HeadsKind(kind.dtype, kind.head_dim, is_rms, dtype, *usual_angles(rotary), across)
+        made = HeadsKind(kind.dtype, kind.head_dim, is_rms, dtype, *usual_angles(rotary or ""), across)
+        made = made._replace(rotates=rotary is not None)
         # models that import the rotary embedding where it is called rotate the image's tokens alone
         apart = [made._replace(rotates=False)] * any(map(is_rotary, layer.sage._sage_binding.imported))
         found += [made, *apart]

@@ -29,7 +29,9 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 WAIT = {
     "flux": 2, "flux2": 2, "chroma": 2, "bria": 2, "ovis_image": 2, "longcat_image": 2, "qwen_image": 1,
     "wan_t2v": 1, "wan_i2v": 1, "wan_vace": 3, "skyreels": 1, "chrono_edit": 1, "z_image": 3, "hunyuan_video": 2,
+    "sd35_dual": 3,
 }  # fmt: skip
+NOT_TURNED = ("sd35_dual",)
 
 
 @pytest.fixture(params=DEVICES)
@@ -72,6 +74,7 @@ def result(model, inputs):
 def nothing_waits(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(rotary, "CAN_WAIT", False)
+        patch.setattr("sage_processors.linears.postponed.norm_layers.CAN_WAIT", False)
         yield
 
 
@@ -94,13 +97,13 @@ def test_one_pass_makes_what_the_model_makes(name, device, monkeypatch):
             with Passes() as passes:
                 got = result(model, inputs)
             assert len(passes.calls) == WAIT[name]
-            assert all(call["norm"] and call["angles"] for call in passes.calls)
+            assert all(call["norm"] and bool(call["angles"]) != (name in NOT_TURNED) for call in passes.calls)
             # codes of Q and K that were rounded the other way
             assert (got - expected).norm() < 2e-3 * expected.norm()
         assert handle.report().calls and not handle.report().fallbacks
 
 
-@pytest.mark.parametrize("name", ["flux", "wan_i2v", "z_image", "hunyuan_video"])
+@pytest.mark.parametrize("name", ["flux", "wan_i2v", "z_image", "hunyuan_video", "sd35_dual"])
 def test_queries_and_keys_are_the_models_own_to_the_last_rounding(name, monkeypatch):
     """Of every call: to fp32's, where the model rounds nothing in between."""
     from sage_processors.diffusion.calls import processors
@@ -119,12 +122,12 @@ def test_queries_and_keys_are_the_models_own_to_the_last_rounding(name, monkeypa
     with sp.apply(model, config()):
         model(**inputs)
         model(**inputs)
-    assert len(seen) == {"flux": 8, "wan_i2v": 12, "z_image": 12, "hunyuan_video": 8}[name]
+    assert len(seen) == {"flux": 8, "wan_i2v": 12, "z_image": 12, "hunyuan_video": 8, "sd35_dual": 12}[name]
     for got, expected in seen:
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["flux", "qwen_image", "wan_i2v"])
+@pytest.mark.parametrize("name", ["flux", "qwen_image", "wan_i2v", "sd35_dual"])
 def test_layers_that_stay_exact_keep_the_models_bits(name, device):
     model, inputs = built(name, device, torch.bfloat16)
     half = ("hidden_states", "encoder_hidden_states", "encoder_hidden_states_image", "pooled_projections")
@@ -166,7 +169,7 @@ def test_with_8_bit_linear_layers_beside_it(linears):
 
 
 def test_a_model_whose_rotary_embedding_is_not_known_is_left_alone():
-    model, inputs = built("sd3")
+    model, inputs = built("ltx")
     with sp.apply(model, config()), Passes() as passes:
         assert not norms_of(model)
         model(**inputs)
@@ -270,6 +273,92 @@ class Apart(Processor):
         q = torch.cat([apply_rotary_emb(q[:, :5], first, sequence_dim=1), q[:, 5:]], dim=1)
         k = torch.cat([apply_rotary_emb(k[:, :-15], first, sequence_dim=1), k[:, -15:]], dim=1)
         return dispatch_attention_fn(q, k, v).flatten(2)
+
+
+class HeadsFirst(Processor):
+    """Heads before tokens, joined and without a rotary embedding, as SD 3.5's."""
+
+    def __call__(self, attn, x, angles):
+        q, k, v = (layer(x).unflatten(-1, (attn.heads, -1)) for layer in (attn.to_q, attn.to_k, attn.to_v))
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        given = q
+        q, k = attn.norm_q(q), attn.norm_k(k)
+        if self.use is not None:
+            q, k = self.use(q, k, given)
+        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+def _in_turns(q, k, given):
+    """Written to under another name once it was transposed."""
+    turned = q.transpose(1, 2)
+    q.mul_(2)
+    return turned.transpose(1, 2), k
+
+
+FIRST = {  # (what becomes of queries and keys, segments in one pass or None)
+    "nothing": (None, 1),
+    "joined": (lambda q, k, given: (torch.cat([q, q], 2)[:, :, :20], torch.cat([k, k], dim=-2)[:, :, :20]), None),
+    "there and back": (lambda q, k, given: tuple(x.transpose(-2, 1).transpose(1, -2) for x in (q, k)), 1),
+    "other dimensions": (
+        lambda q, k, given: (q.transpose(2, 3).transpose(2, 3), k.transpose(0, 1).transpose(0, 1)),
+        None,
+    ),
+    "heads joined": (
+        lambda q, k, given: (torch.cat([q[:, :1], q[:, 1:]], 1), torch.cat([k[:, :1], k[:, 1:]], 1)),
+        None,
+    ),
+    "joined twice": (lambda q, k, given: (torch.cat([q, q], 1)[:, :2], torch.cat([k, k], 1)[:, :2]), None),
+    "joined both ways": (
+        lambda q, k, given: tuple(torch.cat([torch.cat([x] * 2, 2)] * 2, 1)[:, :2, :20] for x in (q, k)),
+        None,
+    ),
+    "in place": (lambda q, k, given: (q.mul_(2), k), None),
+    "in turns": (_in_turns, None),
+    "permuted": (lambda q, k, given: (q.permute(0, 1, 2, 3), k), None),
+    "named": (lambda q, k, given: (q.transpose(dim0=1, dim1=2).transpose(1, 2), k), None),
+}
+
+
+@pytest.mark.parametrize("use", FIRST)
+def test_heads_that_come_before_tokens(use):
+    processor = HeadsFirst()
+    processor.use, parts = FIRST[use]
+    model = Model(processor)
+    torch.nn.init.uniform_(model.attn.norm_q.weight, 0.5, 2.0)
+    expected = model(X, angles())
+    with sp.apply(model, config()) as handle:
+        for _ in range(3):
+            with Passes() as passes:
+                got = model(X, angles())
+            assert [call["parts"] for call in passes.calls] == ([] if parts is None else [parts])
+            assert (got - expected).norm() < 0.02 * expected.norm()
+        assert handle.report().calls == 3
+
+
+class TwoStreams(Processor):
+    """Text and image, each with its own norms, joined with heads first."""
+
+    axis = 2
+
+    def __call__(self, attn, x, angles):
+        q, k, v = (
+            layer(x).unflatten(-1, (attn.heads, -1)).transpose(1, 2) for layer in (attn.to_q, attn.to_k, attn.to_v)
+        )
+        q = torch.cat([attn.norm_q(q[:, :, :5]), attn.norm_k(q[:, :, 5:])], dim=self.axis)
+        k = torch.cat([attn.norm_q(k[:, :, :5]), attn.norm_k(k[:, :, 5:])], dim=self.axis)
+        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+def test_two_streams_are_one_pass_in_their_order():
+    model = Model(TwoStreams())
+    torch.nn.init.uniform_(model.attn.norm_q.weight, 0.5, 2.0)
+    expected = model(X, angles())
+    with sp.apply(model, config()):
+        for _ in range(2):
+            with Passes() as passes:
+                got = model(X, angles())
+            assert [(call["parts"], call["angles"]) for call in passes.calls] == [(2, 0)]
+            assert (got - expected).norm() < 0.02 * expected.norm()
 
 
 def test_a_part_that_is_not_rotated_is_of_the_same_pass():

@@ -120,7 +120,7 @@ def test_V17_one_token_a_thousand_times_larger_spoils_no_later_step(attend):
 
 @pytest.mark.parametrize(("gain", "is_kept"), [(1.0, (True, True)), (1.4, (False, True)), (20.0, (False, False))])
 def test_a_head_that_just_went_as_planned_keeps_its_plan_longer(gain, is_kept, attend):
-    """gain: by how much biased keys became smaller; the plan is kept or not by heads that were not steady, and were."""
+    """gain: by how much biased keys became smaller. is_kept: the plan, by heads that were not steady, and were."""
     before, now = inputs(0, key_gain=gain, bias=2), inputs(1, bias=2)
     for steady, kept in enumerate(is_kept):
         state = attend.planned(*before)

@@ -8,7 +8,15 @@ import pytest
 import torch
 
 import sage_kernels
-from sage_kernels.facts.state import COUNT_KEY_MAX, COUNT_STEADY, KEY_NONE, STAT_K_MAX, STAT_K_MIN, STAT_Q_AMAX, STAT_V_AMAX
+from sage_kernels.facts.state import (
+    COUNT_KEY_MAX,
+    COUNT_STEADY,
+    KEY_NONE,
+    STAT_K_MAX,
+    STAT_K_MIN,
+    STAT_Q_AMAX,
+    STAT_V_AMAX,
+)
 from sage_kernels.ops.plan_step import plan_step
 from sage_kernels.planning.rules import Timestep, TimestepAdaptive
 from sage_kernels.planning.state import ScaleState, Site

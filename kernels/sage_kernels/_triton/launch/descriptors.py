@@ -1,7 +1,7 @@
 """Tensor descriptors of recorded launches: what the copy engine reads is encoded once for each address.
 
-Triton's launcher encodes a tensor map for each descriptor of each launch, which takes the host microseconds, as long as
-the rest of a launch. PyTorch's allocator gives out the same memory in each step of a model, so addresses come back.
+Triton's launcher encodes a tensor map for each descriptor of each launch, which takes the host as long as the rest of
+a launch. PyTorch's allocator gives out the same memory in each step of a model, so addresses come back.
 """
 
 from __future__ import annotations
