@@ -361,6 +361,42 @@ def test_two_streams_are_one_pass_in_their_order():
             assert (got - expected).norm() < 0.02 * expected.norm()
 
 
+class Quarters(Processor):
+    """Heads and tokens joined, in this order: segments of one pass are of all heads."""
+
+    def __call__(self, attn, x, angles):
+        q, k, v = (
+            layer(x).unflatten(-1, (attn.heads, -1)).transpose(1, 2) for layer in (attn.to_q, attn.to_k, attn.to_v)
+        )
+        joined = []
+        for norm, given in ((attn.norm_q, q), (attn.norm_k, k)):
+            left = torch.cat([norm(given[:, :1, :5]), norm(given[:, 1:, :5])], 1)
+            right = torch.cat([norm(given[:, :1, 5:]), norm(given[:, 1:, 5:])], 1)
+            joined.append(torch.cat([left, right], 2))
+        return F.scaled_dot_product_attention(*joined, v).transpose(1, 2).flatten(2)
+
+
+class TurnedBefore(Processor):
+    """A rotary embedding of tokens before heads, then the other way round."""
+
+    def __call__(self, attn, x, angles):
+        q, k, v = (layer(x).unflatten(-1, (attn.heads, -1)) for layer in (attn.to_q, attn.to_k, attn.to_v))
+        q, k = (apply_rotary_emb(each, angles, sequence_dim=1) for each in (attn.norm_q(q), attn.norm_k(k)))
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("kind", [Quarters, TurnedBefore])
+def test_what_one_pass_does_not_know_is_the_models_own(kind):
+    model = Model(kind())
+    torch.nn.init.uniform_(model.attn.norm_q.weight, 0.5, 2.0)
+    expected = model(X, angles())
+    with sp.apply(model, config()), Passes() as passes:
+        for _ in range(2):
+            assert (model(X, angles()) - expected).norm() < 0.02 * expected.norm()
+    assert not passes.calls
+
+
 def test_a_part_that_is_not_rotated_is_of_the_same_pass():
     model = Model(Apart())
     expected = model(X, angles())
