@@ -194,7 +194,7 @@ def _transposed(args, kwargs):
         return None
     if len(x._shape) != 4 or {_AXES.get(dim) for dim in args[1:]} != {1, 2}:
         return None
-    if x.is_turned or x.may_be_written or x.is_stale:
+    if x._angles is not None or x.may_be_written or x.is_stale:
         return None
     segments = tuple(s._replace(x=Operand(s.x.tensor.transpose(1, 2))) for s in x._segments)
     batch, rows, columns, width = x._shape

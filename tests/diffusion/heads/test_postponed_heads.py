@@ -379,22 +379,34 @@ class Quarters(Processor):
 class TurnedBefore(Processor):
     """A rotary embedding of tokens before heads, then the other way round."""
 
+    def joined(self, norm, x):
+        return norm(x)
+
     def __call__(self, attn, x, angles):
         q, k, v = (layer(x).unflatten(-1, (attn.heads, -1)) for layer in (attn.to_q, attn.to_k, attn.to_v))
-        q, k = (apply_rotary_emb(each, angles, sequence_dim=1) for each in (attn.norm_q(q), attn.norm_k(k)))
+        q, k = self.joined(attn.norm_q, q), self.joined(attn.norm_k, k)
+        q, k = apply_rotary_emb(q, angles, sequence_dim=1), apply_rotary_emb(k, angles, sequence_dim=1)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
 
 
-@pytest.mark.parametrize("kind", [Quarters, TurnedBefore])
-def test_what_one_pass_does_not_know_is_the_models_own(kind):
+class TurnedTogether(TurnedBefore):
+    """The same of two segments that are turned as one."""
+
+    def joined(self, norm, x):
+        return torch.cat([norm(x[:, :5]), norm(x[:, 5:])], 1)
+
+
+@pytest.mark.parametrize(("kind", "passes_made"), [(Quarters, 0), (TurnedBefore, 1), (TurnedTogether, 0)])
+def test_what_one_pass_does_not_know_is_the_models_own(kind, passes_made):
     model = Model(kind())
     torch.nn.init.uniform_(model.attn.norm_q.weight, 0.5, 2.0)
     expected = model(X, angles())
-    with sp.apply(model, config()), Passes() as passes:
+    with sp.apply(model, config()):
         for _ in range(2):
-            assert (model(X, angles()) - expected).norm() < 0.02 * expected.norm()
-    assert not passes.calls
+            with Passes() as passes:
+                assert (model(X, angles()) - expected).norm() < 0.02 * expected.norm()
+            assert len(passes.calls) == passes_made
 
 
 def test_a_part_that_is_not_rotated_is_of_the_same_pass():
