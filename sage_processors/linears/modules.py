@@ -124,8 +124,8 @@ def _in_8_bit(module, base, x):
     state = module._sage
     shared = state.shared
     shared.was_called = True
-    if shared.check.is_under_way:  # called by hand, before the run's first forward
-        shared.check.end()
+    if shared.check.is_wanted:  # called by hand, before the run's first forward
+        shared.check.make()
     is_postponed = type(x) in _READY and not x._is_out
     if not is_postponed and type(x) not in _ORDINARY:
         x = ordinary_in(x)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -252,7 +253,7 @@ class LinearSwap:
 
     def _before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         shared, ran_before = self._shared, self._shared.forwards > 0
-        shared.check.end()
+        self.check_weights()
         self.unseen_forwards += ran_before and not shared.was_called
         shared.begin_forward()
         if self._trains:
@@ -260,9 +261,7 @@ class LinearSwap:
                 state.may_be_trained(module)
         self._trains = torch.is_grad_enabled()
         shared.all_short = shared.was_called = self._is_known_as_short(args, kwargs)
-        if shared.all_short:
-            return
-        for module, state in self._states.values():
+        for module, state in () if shared.all_short else self._states.values():
             weight = module._parameters.get("weight")
             if state.dropped or weight is None or (state.is_fresh(weight) and not self.drop_weights):
                 continue
@@ -271,16 +270,16 @@ class LinearSwap:
                 self._prepare_one(module, state)
 
     def begin_run(self) -> None:
-        """Begin a denoiser's run: compare a sample of each weight, to notice uncounted writes. Does not wait."""
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            return
-        with torch.no_grad():
-            samples = [(state, state.samples(module)) for module, state in self._states.values()]
-            self._shared.check.begin([(state, pair) for state, pair in samples if pair is not None])
+        """Begin a denoiser's run: before a weight is used, samples of all are compared, to notice uncounted writes."""
+        self._shared.check.want(weakref.WeakMethod(self._samples))
 
-    def end_check(self) -> None:
-        """Wait for what `begin_run` began, so that weights which were written to are quantised again."""
-        self._shared.check.end()
+    def _samples(self) -> list[tuple[LinearState, tuple[torch.Tensor, torch.Tensor]]]:
+        found = ((state, state.samples(module)) for module, state in self._states.values())
+        return [(state, pair) for state, pair in found if pair is not None]
+
+    def check_weights(self) -> None:
+        """Compare samples of the weights, once in a run, so that those written to are quantised again. Syncs then."""
+        self._shared.check.make()
 
     def _is_known_as_short(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Return True if all calls of this forward are known to be short."""

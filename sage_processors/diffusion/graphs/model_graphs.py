@@ -148,7 +148,7 @@ class ModelGraphs:
             return self.model._call_impl(*args, **kwargs)
         self._handle._before_forward(self.denoiser, args, kwargs)
         if self.denoiser.linears is not None:
-            self.denoiser.linears.end_check()
+            self.denoiser.linears.check_weights()
         self._run_short_calls(True)  # in eager forwards too, so that results don't depend on which steps are replayed
         if self.denoiser.state is not None:  # replays don't tell which call left the row maxima
             self.denoiser.state.kept.row_maxima.stop()

@@ -7,7 +7,8 @@ pipeline would take longer than some of its steps, so a run reads a few.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -34,69 +35,49 @@ def sample_of(x: torch.Tensor) -> torch.Tensor:
     return x.as_strided((count,), (rows // apart * down + columns // apart * right,))
 
 
-class Comparison:
-    """Comparison of samples by their bits, under way on their device until its result is asked for.
+def are_changed(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[bool]:
+    """Return for each pair (sample now, sample before) if any bit differs.
 
-    Args: pairs: (sample now, sample before) of shape [count] each.
+    Samples are of shape [count]. Syncs once for all pairs of equal devices, dtypes and shapes.
     """
-
-    def __init__(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]):
-        groups: dict[tuple, list[int]] = {}
-        for i, (now, before) in enumerate(pairs):
-            if (now.dtype, now.shape) == (before.dtype, before.shape):
-                groups.setdefault((now.device, before.device, now.dtype, now.shape), []).append(i)
-        self._number, self._under_way = len(pairs), list[tuple[list[int], torch.Tensor, Any]]()
-        for members in groups.values():
-            now, before = (torch.cat([pairs[i][side] for i in members]) for side in (0, 1))
-            bits = {1: torch.int8, 2: torch.int16, 4: torch.int32}[now.element_size()]
-            differ = now.view(bits) != before.to(now.device).view(bits)
-            self._under_way.append((members, *_sent(differ.view(len(members), -1).any(1))))
-
-    def changed(self) -> list[bool]:
-        """Return for each pair if any bit differs. Waits for the device."""
-        found = [True] * self._number
-        for members, flags, event in self._under_way:
-            if event is not None:
-                event.synchronize()
-            for i, is_changed in zip(members, flags.tolist(), strict=True):
-                found[i] = is_changed
-        return found
-
-
-def _sent(flags: torch.Tensor) -> tuple[torch.Tensor, Any]:
-    """Copy flags to the host. Returns (the copy, the event at which it is complete or None). Does not wait."""
-    if not flags.is_cuda:
-        return flags, None
-    host = torch.empty(flags.shape, dtype=torch.bool, device="cpu", pin_memory=True).copy_(flags, non_blocking=True)
-    event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(flags.device))
-    return host, event
+    groups: dict[tuple, list[int]] = {}
+    found = [True] * len(pairs)
+    for i, (now, before) in enumerate(pairs):
+        if (now.dtype, now.shape) == (before.dtype, before.shape):
+            groups.setdefault((now.device, before.device, now.dtype, now.shape), []).append(i)
+    for members in groups.values():
+        now, before = (torch.cat([pairs[i][side] for i in members]) for side in (0, 1))
+        bits = {1: torch.int8, 2: torch.int16, 4: torch.int32}[now.element_size()]
+        differ = now.view(bits) != before.to(now.device).view(bits)
+        for i, is_changed in zip(members, differ.view(len(members), -1).any(1).tolist(), strict=True):
+            found[i] = is_changed
+    return found
 
 
 class WeightCheck:
-    """Check for uncounted writes to a model's weights: it begins with a run, and ends when one of them is used.
+    """Check for uncounted writes to a model's weights: once in a run, before one of them is used.
 
-    Attributes: is_under_way: nobody has asked for the result yet.
+    Attributes: is_wanted: a run began, and no weight was used since.
     """
 
     def __init__(self) -> None:
-        self.is_under_way, self._lock = False, threading.Lock()
-        self._states: list[Any] = []
-        self._comparison = Comparison([])
+        self.is_wanted, self._lock = False, threading.Lock()
+        self._samples: Callable[[], Any] = lambda: None
 
-    def begin(self, samples: Sequence[tuple[Any, tuple[torch.Tensor, torch.Tensor]]]) -> None:
-        """Begin to compare samples: (LinearState, (sample now, sample before)) of each weight."""
-        comparison = Comparison([pair for _, pair in samples])
-        with self._lock:
-            self._states, self._comparison = [state for state, _ in samples], comparison
-            self.is_under_way = True
+    def want(self, samples: weakref.WeakMethod[Any]) -> None:
+        """Ask for a check. samples: returns (LinearState, (sample now, sample before)) of each weight."""
+        self._samples, self.is_wanted = samples, True
 
-    def end(self) -> None:
-        """Doubt the weights whose samples differ. Waits for the device, once in a run."""
+    def make(self) -> None:
+        """Doubt the weights whose samples differ, if a check is wanted. Syncs. Not within the capture of a graph."""
         with self._lock:
-            if not self.is_under_way:
+            if not self.is_wanted or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
                 return
-            for state, is_changed in zip(self._states, self._comparison.changed(), strict=True):
+            samples = self._samples()
+            with torch.no_grad():
+                looked_at = [] if samples is None else samples()
+                changed = are_changed([pair for _, pair in looked_at])
+            for (state, _), is_changed in zip(looked_at, changed, strict=True):
                 if is_changed:
                     state.touched = state.bias_touched = True
-            self._states, self.is_under_way = [], False
+            self.is_wanted = False
