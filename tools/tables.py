@@ -57,29 +57,28 @@ def _quality(rows: list[dict[str, str]]) -> str:
     rows = [row for row in rows if row["recipe"] == DEFAULT_RECIPE and ":" not in row["case"]]
     rows = [row for row in rows if row["gpu"] != "cpu"] or rows
 
-    def best_runs(metric: str) -> dict[str, tuple[tuple[str, str], dict[str, str]]]:
-        """Return {pipeline: ((GPU, pictures), {way: mean})}."""
+    def runs_of(metric: str) -> dict[str, dict[tuple[str, str, str], dict[str, str]]]:
+        """Return {pipeline: {(GPU, pictures, commit): {way: mean}}}, in the order of the rows."""
         runs: dict[str, dict] = {}
         for row in rows:
             if row["metric"] == f"{metric}_mean":
                 pipeline, _, way = row["case"].partition("/")
-                run = runs.setdefault(pipeline, {}).setdefault((row["gpu"], row["batch"]), {})
+                run = runs.setdefault(pipeline, {}).setdefault((row["gpu"], row["batch"], row["commit"]), {})
                 run[way] = f"{float(row['median']):.2f}"
-        found = {}
-        for pipeline, by_run in runs.items():
-            complete = {key: ways for key, ways in by_run.items() if {"dynamic", "timestep"} <= ways.keys()}
-            if complete:
-                key = max(complete, key=lambda key: int(key[1]))
-                found[pipeline] = key, complete[key]
-        return found
+        return runs
 
-    psnr, sqnr = best_runs("psnr_db"), best_runs("attention_sqnr_db")
+    psnr, sqnr = {}, runs_of("attention_sqnr_db")
+    for pipeline, by_run in runs_of("psnr_db").items():
+        complete = [key for key, ways in by_run.items() if {"dynamic", "timestep"} <= ways.keys()]
+        if complete:  # the newest of those with most pictures
+            key = max(reversed(complete), key=lambda key: int(key[1]))
+            psnr[pipeline] = key, by_run[key]
     if not psnr:
         return "No rows yet: `python kernels/benchmarks/bench_rules.py tiny_sd`."
     lines = []
     for pipeline in sorted(psnr):
-        (gpu, pictures), ways = psnr[pipeline]
-        attention = sqnr.get(pipeline, (None, {}))[1]
+        (gpu, pictures, commit), ways = psnr[pipeline]
+        attention = next((x for key, x in sqnr.get(pipeline, {}).items() if key[::2] == (gpu, commit)), {})
         cells = [*(ways.get(way, "–") for way in SUMMARY_WAYS), *(attention.get(w, "–") for w in SUMMARY_WAYS[:2])]
         lines.append([pipeline, gpu, pictures, *cells])
     header = ["pipeline", "on", "pictures", *SUMMARY_WAYS, *(f"attention: {way}" for way in SUMMARY_WAYS[:2])]
