@@ -146,6 +146,8 @@ def has_tangent(x: torch.Tensor) -> bool:
 
 # Returns True if autocast is on for some device of this thread; without the name each device is asked
 is_any_autocast = find("torch._C._is_any_autocast_enabled") or (lambda: True)
+# Leaves the modes that see each operation, such as that of fake tensors
+without_dispatch_modes = find("torch.utils._python_dispatch._disable_current_modes") or contextlib.nullcontext
 # Gradients of attention from output and log-sum-exp, by kernels without a score matrix; None: use the formula
 flash_backward = find("torch.ops.aten._scaled_dot_product_flash_attention_backward")
 flash_backward_for_cpu = find("torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward")

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from sage_kernels.facts.state import COUNT_STEADY
 from sage_kernels.planning.skip_lists import SkipLists
 from sage_kernels.planning.state import ScaleState, Site
 
@@ -55,6 +56,7 @@ def _copy_site(source: ScaleState, source_index: int, target: ScaleState, target
     target._table[:, new, :, :width] = source._table[:, old, :, :width]
     for name in ("plan_scale", "counts"):
         getattr(shared, name)[new] = getattr(earlier, name)[old]
+    shared.counts[new, COUNT_STEADY] = 0  # runs may have begun since
     target._table_run[:, new] = source._table_run[:, old]
     target._frozen_keys[new] = source._frozen_keys[old]
     target._totals[new] = source._totals[old]

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from sage_kernels.compat import are_ordinary
+
 from .patterns import FLOATS
 from .region import in_thread
 from .tensor import ChangedInputError, Contiguous, Postponed, can_wait, ordinary_in
@@ -95,6 +97,14 @@ class BlockInput(Castable):
         return self._x
 
 
+def tensors_in(values: Any) -> list[torch.Tensor]:
+    """Return the tensors in nested lists, tuples and dicts."""
+    if isinstance(values, torch.Tensor):
+        return [values]
+    values = values.values() if isinstance(values, dict) else values if isinstance(values, (list, tuple)) else ()
+    return [x for value in values for x in tensors_in(value)]
+
+
 def with_castable_input(args: tuple[Any, ...], others: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return a block's positional arguments with the first one as a BlockInput, if it can be one.
 
@@ -103,8 +113,10 @@ def with_castable_input(args: tuple[Any, ...], others: tuple[Any, ...]) -> tuple
     x: Any = args[0] if args else None
     if not can_wait(x) or x.dtype not in (torch.bfloat16, torch.float16) or not x.is_contiguous():
         return args
+    rest = [other for other in tensors_in((args[1:], others)) if not isinstance(other, Postponed)]
+    if not are_ordinary((x, *rest)):
+        return args
     memory = x.untyped_storage().data_ptr()
-    for other in (*args[1:], *others):
-        if isinstance(other, torch.Tensor) and other.untyped_storage().data_ptr() == memory:
-            return args
+    if any(other.untyped_storage().data_ptr() == memory for other in rest):
+        return args
     return (BlockInput(x.shape, x.dtype, x.device, x), *args[1:])

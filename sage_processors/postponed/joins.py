@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 
-from .casts import Castable
+from sage_kernels.compat import are_ordinary
+
+from .casts import Castable, tensors_in
 from .patterns import CATS, bound
 from .region import in_thread
 from .tensor import ChangedInputError, Postponed, can_wait
@@ -41,6 +43,11 @@ class Pair:
         self.tensors = (first, second)
         self.whole = first.as_strided((batch, rows, channels), (rows * channels, channels, 1))
 
+    @property
+    def writes(self) -> int:
+        """How often somebody wrote to either of them, which may count apart."""
+        return sum(x._version for x in self.tensors)
+
     def part(self, place: int) -> SequencePart:
         """Return the first or the second one as a part."""
         x = self.tensors[place]
@@ -52,11 +59,11 @@ class JoinedParts(Castable):
     """The postponed result of torch.cat of both parts along the sequence. It is copied for who may write to it."""
 
     def __init__(self, shape: torch.Size, dtype: torch.dtype, device: torch.device, pair: Pair):
-        self._pair, self._writes = pair, pair.whole._version
+        self._pair, self._writes = pair, pair.writes
 
     @property
     def writes(self) -> int:
-        return self._pair.whole._version
+        return self._pair.writes
 
     def _refuse_stale(self) -> None:
         if self.writes != self._writes:
@@ -104,6 +111,14 @@ def _are_neighbours(first: torch.Tensor, second: torch.Tensor) -> bool:
     return second.data_ptr() - first.data_ptr() == shape[1] * row * first.element_size()
 
 
+def _have_memory_of(x: torch.Tensor, others: list[torch.Tensor]) -> bool:
+    """Return True if another tensor may have the memory of x."""
+    if not all(type(other) in (torch.Tensor, torch.nn.Parameter) for other in others) or not are_ordinary(others):
+        return True
+    memory = x.untyped_storage().data_ptr()
+    return any(other.untyped_storage().data_ptr() == memory for other in others)
+
+
 def with_parts(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Return a block's arguments with two neighbours as SequenceParts; None if there are no such tensors.
 
@@ -114,19 +129,17 @@ def with_parts(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any
     if given is None or (given.is_cuda and not torch.cuda.is_current_stream_capturing()):
         return None
     found = [x for x in (*args, *kwargs.values()) if type(x) is torch.Tensor and x.dim() == 3]
-    if len(found) < 2:
+    if len(found) < 2 or not are_ordinary(found) or not all(map(can_wait, found)):
         return None
     memory = [x.untyped_storage().data_ptr() for x in found]
     pair = [x for x, place in zip(found, memory, strict=True) if memory.count(place) == 2]
-    if len(pair) != 2 or pair[0] is pair[1] or not all(map(can_wait, pair)):
+    if len(pair) != 2 or pair[0] is pair[1]:
         return None
     first, second = sorted(pair, key=torch.Tensor.data_ptr)
     if not _are_neighbours(first, second):
         return None
-    for x in (*args, *kwargs.values()):
-        is_other = isinstance(x, torch.Tensor) and x.dim() != 3
-        if is_other and x.untyped_storage().data_ptr() == first.untyped_storage().data_ptr():
-            return None
+    if _have_memory_of(first, [x for x in tensors_in((args, kwargs)) if x is not first and x is not second]):
+        return None
     made = Pair(first, second)
     parts = {id(x): made.part(place) for place, x in enumerate(made.tensors)}
     return (

@@ -8,7 +8,7 @@ from ..facts.state import HeadState
 from .dispatch import register
 
 
-_NUMBERS = ("margin", "full", "growth", "outlier", "move", "v_floor", "adapts")
+_NUMBERS = ("margin", "full", "growth", "outlier", "move", "steady", "v_floor", "adapts")
 _OF_STATE = len(HeadState._fields)
 
 
@@ -31,6 +31,7 @@ register(
     "plan_step(Tensor(a!) plan, Tensor(b!) plan_scale, Tensor(c!) stats, Tensor(d!) counts, Tensor row, "
     "Tensor row_max, Tensor row_max_next, Tensor(e!) table, Tensor(f!) table_run, Tensor run, Tensor(g!) totals, "
     "Tensor is_channel, Tensor finished, Tensor following, Tensor frozen, Tensor frozen_keys, Tensor begins, "
-    "float margin, float full, float growth, float outlier, float move, float v_floor, bool adapts) -> ()",
+    "float margin, float full, float growth, float outlier, float move, float steady, float v_floor, "
+    "bool adapts) -> ()",
     _plan_step, lambda *_: None, ("CUDA",),
 )  # fmt: skip

@@ -29,7 +29,17 @@ from ..ops.plan_step import plan_step
 from .plan import V_CHANNEL_FLOOR, write_plan
 from .rules import Source, Timestep, ranges
 from .skip_lists import KeptOfCalls
-from .table import MOVE_LIMIT, OUTLIER_LIMIT, NoiseBins, agreeing, full_reach, key_range, key_reach, record
+from .table import (
+    MOVE_LIMIT,
+    OUTLIER_LIMIT,
+    STEADY_LIMIT,
+    NoiseBins,
+    agreeing,
+    full_reach,
+    key_range,
+    key_reach,
+    record,
+)
 
 
 # A head whose keys reach this many times further than those of its plan no longer trusts the table.
@@ -162,7 +172,7 @@ class ScaleState:
     def _launch_numbers(self) -> dict:
         return {
             "margin": self.margin, "full": full_reach(self.margin), "growth": GROWTH_LIMIT, "outlier": OUTLIER_LIMIT,
-            "move": MOVE_LIMIT, "v_floor": V_CHANNEL_FLOOR, "adapts": self.rule.adapts,
+            "move": MOVE_LIMIT, "steady": STEADY_LIMIT, "v_floor": V_CHANNEL_FLOOR, "adapts": self.rule.adapts,
         }  # fmt: skip
 
     def _advance(self, finished, following, begins=None) -> None:
@@ -173,8 +183,10 @@ class ScaleState:
             self._table, self._table_run, self._run, finished, shared.stats, self._is_channel,
             seen=seen & (self._frozen == 0), planned=shared.plan_scale > 0, agrees=agrees,
         )  # fmt: skip
-        steady = shared.counts[:, fields.COUNT_STEADY]
-        steady.copy_(torch.where(seen, agrees.int(), steady))
+        reach = key_reach(shared.plan, shared.stats, self._is_channel)
+        is_steady = seen & agrees & (reach <= full_reach(self.margin) * STEADY_LIMIT)
+        steady, was_called = shared.counts[:, fields.COUNT_STEADY], shared.counts[:, fields.COUNT_CALLS] > 0
+        steady.copy_(torch.where(was_called, is_steady.int(), steady))
         source = self.rule.following(self, following, seen)
         kept = ~source.known
         # a plan holds for the shapes of this step's calls only: two, since (un)conditional calls may differ
@@ -243,6 +255,7 @@ class ScaleState:
         self._is_channel[rows] = torch.arange(self._is_channel.shape[1], device=self.device) < site.channels
         for tensor in (shared.plan[rows], shared.plan_scale[rows], self._table[:, rows], self._table_run[:, rows]):
             tensor.zero_()
+        shared.counts[rows, fields.COUNT_STEADY] = 0
         self.rule.forget(self, rows)
 
     def to(self, device: torch.device | str) -> None:

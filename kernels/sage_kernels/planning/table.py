@@ -21,6 +21,8 @@ from ..facts.recipe import CHANNEL_FLOOR, INT8_MAX, V_CODE
 
 # A step disagrees with its plan if its keys or queries reach this many times further, or that many times less far.
 OUTLIER_LIMIT = 4.0
+# Nor is a head steady whose keys reached this many times further than those of its plan: their middle may move.
+STEADY_LIMIT = 1.5
 # A step that nothing confirms may make the ranges of an entry this many times larger or smaller, and move their middle
 # by the range.
 MOVE_LIMIT = 2.0

@@ -11,6 +11,7 @@ from sage_kernels import qk_norm_rope
 from sage_kernels.checks import MAX_HEAD_DIM
 
 from ...postponed.enclosure import Enclosure
+from ...postponed.patterns import bound
 from ...postponed.region import current
 from ...postponed.tensor import ChangedInputError, Operand, Postponed, ordinary_in
 
@@ -163,10 +164,11 @@ class PostponedHeads(Postponed):
 
 def _cat(args, kwargs):
     """Concatenate postponed heads along the sequence; None if the result can't be postponed."""
-    tensors, dim = args[0], args[1] if len(args) > 1 else kwargs.get("dim", 0)
-    axis = _AXES.get(dim)
-    if current() is None or axis is None or "out" in kwargs:
+    given = bound({"tensors": None, "dim": 0}, args, kwargs)
+    axis = None if given is None else _AXES.get(given["dim"])
+    if given is None or current() is None or axis is None or not isinstance(given["tensors"], (list, tuple)):
         return None
+    tensors = given["tensors"]
     first, tokens = tensors[0], 0
     segments: tuple[Segment, ...] = ()
     sources: tuple[HeadSource, ...] = ()

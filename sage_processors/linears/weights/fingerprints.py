@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from sage_kernels.compat import is_traced, without_dispatch_modes
+
 
 _NUMBERS = 64  # of a weight, in its sample
 
@@ -55,29 +57,34 @@ def are_changed(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[bool
 
 
 class WeightCheck:
-    """Check for uncounted writes to a model's weights: once in a run, before one of them is used.
-
-    Attributes: is_wanted: a run began, and no weight was used since.
-    """
+    """Check for uncounted writes to a model's weights: once in a run, before one of them is used."""
 
     def __init__(self) -> None:
-        self.is_wanted, self._lock = False, threading.Lock()
+        self._wanted, self._made, self._lock = 0, 0, threading.Lock()
         self._samples: Callable[[], Any] = lambda: None
+
+    @property
+    def is_wanted(self) -> bool:
+        """True if a run began, and no weight was used since."""
+        return self._wanted != self._made
 
     def want(self, samples: weakref.WeakMethod[Any]) -> None:
         """Ask for a check. samples: returns (LinearState, (sample now, sample before)) of each weight."""
-        self._samples, self.is_wanted = samples, True
+        self._samples = samples
+        self._wanted += 1
 
     def make(self) -> None:
-        """Doubt the weights whose samples differ, if a check is wanted. Syncs. Not within the capture of a graph."""
+        """Doubt the weights whose samples differ, if a check is wanted. Syncs. Not while a graph or trace is made."""
+        if is_traced() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+            return
         with self._lock:
-            if not self.is_wanted or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+            wanted, samples = self._wanted, self._samples()
+            if wanted == self._made:
                 return
-            samples = self._samples()
-            with torch.no_grad():
+            with torch.no_grad(), without_dispatch_modes():  # such as one of fake tensors: weights have numbers
                 looked_at = [] if samples is None else samples()
                 changed = are_changed([pair for _, pair in looked_at])
             for (state, _), is_changed in zip(looked_at, changed, strict=True):
                 if is_changed:
                     state.touched = state.bias_touched = True
-            self.is_wanted = False
+            self._made = wanted

@@ -298,6 +298,7 @@ def _in_turns(q, k, given):
 FIRST = {  # (what becomes of queries and keys, segments in one pass or None)
     "nothing": (None, 1),
     "joined": (lambda q, k, given: (torch.cat([q, q], 2)[:, :, :20], torch.cat([k, k], dim=-2)[:, :, :20]), None),
+    "joined by name": (lambda q, k, given: tuple(torch.cat(tensors=[x, x], dim=2)[:, :, :20] for x in (q, k)), None),
     "there and back": (lambda q, k, given: tuple(x.transpose(-2, 1).transpose(1, -2) for x in (q, k)), 1),
     "other dimensions": (
         lambda q, k, given: (q.transpose(2, 3).transpose(2, 3), k.transpose(0, 1).transpose(0, 1)),

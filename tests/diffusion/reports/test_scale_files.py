@@ -171,7 +171,7 @@ Q01 = {
     "config": (_set("config_hash", "0" * 64), ["for config_hash of transformer", 'on_mismatch="fresh"']),
     "dtype": (_set("dtype", "torch.float16"), ["got torch.float16 for dtype", "expected torch.float32"]),
     "adapters": (_set("adapters", ["style:1"]), ["got ['style:1'] for adapters", "same LoRA adapters"]),
-    "version": (lambda m: m.update(format_version=1), ["got format_version 1, expected 2"]),
+    "version": (lambda m: m.update(format_version=1), ["got format_version 1, expected 3"]),
 }
 
 

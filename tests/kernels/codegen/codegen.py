@@ -383,7 +383,7 @@ def combine(name: str, width: int):
 
 def plan_step(name: str, width: int):
     integers = ("counts_ptr", "table_run_ptr", "run_ptr", "frozen_ptr", "frozen_keys_ptr", "begins_ptr")
-    numbers = ("margin", "grown", "lowest", "highest", "v_lowest", "v_highest", "move", "v_floor")
+    numbers = ("margin", "grown", "lowest", "highest", "v_lowest", "v_highest", "move", "steady", "v_floor")
     types = dict.fromkeys(integers, "*i32") | dict.fromkeys(numbers, "fp32") | {"totals_ptr": "*i64"}
     types |= {"is_channel_ptr": "*u8", "finished_ptr": "*i64", "next_ptr": "*i64"}
     constants = {"ADAPTS": False, "WIDTH": width, "FIELDS": 16, "BINS": 16}

@@ -149,6 +149,26 @@ def test_a_head_is_steady_once_a_step_went_as_its_plan_expected():
     assert [step(1), step(1)] == [[0, 0], [1, 1]]
     state.begin_run(0.5)
     assert steady.tolist() == [0, 0]
+    step(1), step(1)
+    assert steady.tolist() == [1, 1]
+    q, k, v = inputs(0)
+    k[0, 3, 0, 0] = torch.nan
+    sage_attention(q, k, v, state=state.head_state(0))
+    state.advance(0.5, 0.5)
+    assert steady.tolist() == [0, 1]
+    state.set_rotation(0, "hadamard")
+    assert steady.tolist() == [0, 0]
+
+
+def test_a_head_whose_keys_move_from_step_to_step_is_not_steady():
+    """Their range stays, their middle goes to and fro: judged by the wide limit they would lose a third."""
+    state = ScaleState([Site("a", HEADS, DIM)], device="cpu")
+    state.begin_run(0.5)
+    for i in range(4):
+        q, k, v = inputs(i)
+        sage_attention(q, (k + (-1) ** i * 2.0).half(), v, state=state.head_state(0))
+        state.advance(0.5, 0.5)
+        assert state._shared.counts[:, COUNT_STEADY].tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("exponent", [3, 6])

@@ -93,7 +93,8 @@ def test_one_launch_does_what_the_tensor_operations_do(device, margin, rule):
             begins.fill_(int(following == RUN))
             following = walk[step + 2] if following == RUN else following
             # now and then a step of another size, as one odd token makes it
-            record(state, generator, growth=(1.0, 3.0, 300.0, 1.0)[(run + step) % 4])
+            again = torch.Generator().manual_seed(step // 2) if run % 2 else generator
+            record(state, again, growth=(1.0, 3.0, 300.0, 1.0)[(run + step) % 4] if again is generator else 1.0)
             other = copy.deepcopy(state)
             bins = [torch.tensor([x], device=state.device) for x in (finished, following)]
             seen, before, marks = state._seen(), state._shared.plan_scale.clone(), state._table_run[finished].clone()

@@ -15,6 +15,10 @@ from sage_processors.postponed.region import opened
 from sage_processors.postponed.tensor import ChangedInputError
 
 
+class Other(torch.Tensor):
+    pass
+
+
 def neighbours(batch=1, rows=(3, 5), channels=8, dtype=torch.bfloat16):
     whole = torch.randn(batch, sum(rows), channels).to(dtype)
     return whole, whole[:, : rows[0]], whole[:, rows[0] :]
@@ -60,6 +64,24 @@ def test_a_write_behind_the_join_is_refused():
         del made, use  # else the region's end would ask for it
 
 
+def test_a_write_to_the_second_part_that_counts_apart_is_refused():
+    whole, first, _ = neighbours()
+    second = whole.data[:, 3:]
+    (a, b), _ = with_parts((first, second), {})
+    with opened():
+        made = torch.cat([a, b], 1)
+        second.mul_(2)
+        with pytest.raises(ChangedInputError):
+            made.stored()
+        del made
+
+
+def test_under_vmap_nothing_is_joined():
+    seen = []
+    torch.func.vmap(lambda x: seen.append(with_parts((x[:, :3], x[:, 3:]), {})) or x)(torch.randn(2, 1, 8, 8))
+    assert seen == [None]
+
+
 def other_tensors():
     whole, first, second = neighbours()
     yield "of two memories", (first, second.clone()), {}
@@ -68,6 +90,9 @@ def other_tensors():
     yield "overlapping", (whole[:, :4], second), {}
     yield "a third of the memory", (first, second, whole), {}
     yield "a flat one of the memory", (first, second), {"other": whole.view(-1)}
+    yield "a parameter of the memory", (first, second), {"other": torch.nn.Parameter(whole, requires_grad=False)}
+    yield "in a list of the memory", (first, second), {"other": [3, {"x": whole[0]}]}
+    yield "a tensor of another class", (first, second), {"other": torch.nn.Buffer(whole).as_subclass(Other)}
     yield "of other channels", (whole[..., :4], whole[..., 4:]), {}
     yield "with a gradient", tuple(x.requires_grad_() for x in neighbours()[1:]), {}
     yield "alone", (first,), {}

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import sage_processors as sp
 from sage_processors.linears.weights import linear_state as weights
-from sage_processors.linears.weights.fingerprints import are_changed, sample_of
+from sage_processors.linears.weights.fingerprints import WeightCheck, are_changed, sample_of
 from tests.linears.counting import relative_error
 
 
@@ -255,6 +258,46 @@ def test_a_run_looks_at_some_numbers_of_every_weight(monkeypatch, device):
         swap.begin_run()
         swap.begin_run()  # and a layer that is called by hand, not by a forward of the model
         assert relative_error(called(model[1], x), nn.functional.linear(x, *model[1]._parameters.values())) < 0.03
+
+
+def test_a_check_leaves_traces_and_fake_tensors_alone():
+    """They see no operation of it, and the weights that were written to are noticed in the next eager call."""
+    model, x = net().requires_grad_(False), torch.randn(4, 64)
+    with sp.quantize_linears(model, min_features=0) as swap:
+        called(model, x)
+        operations = []
+        for begins in (False, True):
+            if begins:
+                swap.begin_run()
+            operations.append(len(make_fx(model[1])(x).graph.nodes))
+        swap.begin_run()
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            assert model[1](mode.from_tensor(x)).shape == (4, model[1].out_features)
+        swap.begin_run()
+        torch.jit.trace(model[1], x, check_trace=False)
+        assert operations[0] == operations[1]
+        model[1]._parameters["weight"].data.mul_(-2)
+        expected = nn.functional.linear(x, *model[1]._parameters.values())
+        assert relative_error(called(model[1], x), expected) < 0.03
+
+
+def test_a_check_that_is_wanted_during_another_is_not_lost():
+    check, state = WeightCheck(), SimpleNamespace(touched=False, bias_touched=False)
+    now, before = torch.zeros(4), torch.zeros(4)
+
+    def samples():
+        if check.is_wanted and not made:
+            made.append(1)
+            check.want(lambda: samples)
+        return [(state, (now, before))]
+
+    made = []
+    check.want(lambda: samples)
+    check.make()
+    assert check.is_wanted and not state.touched
+    now += 1
+    check.make()
+    assert state.touched and not check.is_wanted
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (3, 5), (64, 64), (70, 300), (300, 70), (7, 0)])

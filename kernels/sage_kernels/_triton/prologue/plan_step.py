@@ -125,7 +125,7 @@ def _moved(q_o, high_o, low_o, v_o, q, high, low, v, is_channel, move):
 def _plan_step_kernel(
     plan_ptr, plan_scale_ptr, stats_ptr, counts_ptr, table_ptr, table_run_ptr, run_ptr, totals_ptr, is_channel_ptr,
     finished_ptr, next_ptr, frozen_ptr, frozen_keys_ptr, begins_ptr, rows, width, bins,
-    margin, grown, lowest, highest, v_lowest, v_highest, move, v_floor,
+    margin, grown, lowest, highest, v_lowest, v_highest, move, steady, v_floor,
     ADAPTS: tl.constexpr, WIDTH: tl.constexpr, FIELDS: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -232,10 +232,11 @@ def _plan_step_kernel(
         tl.store(plan + _Q_WEIGHT * width, tl.where(written, q_weight, 0.0), mask=inside)
         tl.store(plan + _V_SCALE * width, tl.where(written, v_scale, 0.0), mask=inside)
         tl.store(plan_scale_ptr + row, tl.where(good, scale, 0.0))
+    if calls > 0:
+        tl.store(count + _STEADY, (seen & agrees & (k_reach <= steady)).to(tl.int32))
     if seen:  # the plan holds only for the shapes of this step's calls
         tl.store(count + _PLAN_KEY_A, tl.load(count + _KEY_MAX))
         tl.store(count + _PLAN_KEY_B, tl.load(count + _KEY_MIN))
-        tl.store(count + _STEADY, agrees.to(tl.int32))
     if begins != 0:
         tl.store(count + _STEADY, 0)
     if frozen & (begins != 0):  # a run starts from the frozen table, which holds for its own shapes
@@ -253,7 +254,7 @@ def _plan_step_kernel(
 
 def launch_plan_step(
     state: HeadState, table, table_run, run, totals, is_channel, finished, following, frozen, frozen_keys, begins,
-    *, margin, full, growth, outlier, move, v_floor, adapts,
+    *, margin, full, growth, outlier, move, steady, v_floor, adapts,
 ) -> None:  # fmt: skip
     """End a denoising step: update state, table and totals in place, on their device's current stream.
 
@@ -274,6 +275,7 @@ def launch_plan_step(
         growth: if K reaches more than `full · growth` codes, plan the head from this step, not from the table.
         outlier: a step larger or smaller than its plan by this factor does not agree with it.
         move: the factor by which such a step may change an entry.
+        steady: a head whose K reaches more than `full · steady` codes is not steady.
         v_floor: least amax of a channel of V, relative to the head's largest.
         adapts: plan from entries of earlier runs even if the table is not frozen.
     """
@@ -284,7 +286,7 @@ def launch_plan_step(
             *state[:4], table, table_run, run, totals, is_channel.view(torch.uint8), finished, following,
             frozen, frozen_keys, begins, rows, width, bins,
             float(margin), full * growth, full / outlier, full * outlier, V_CODE / outlier,
-            V_CODE * outlier, float(move), float(v_floor),
+            V_CODE * outlier, float(move), full * steady, float(v_floor),
             ADAPTS=bool(adapts), WIDTH=triton.next_power_of_2(width), FIELDS=16, BINS=triton.next_power_of_2(bins),
             num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
