@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -22,26 +21,27 @@ pytestmark = pytest.mark.slow("two processes each; test_parallel_models shows th
 
 # what torchrun starts, but as one process that is two once the slow imports are done
 FORKED = """
-import json, os, runpy, sys
+import json, os, runpy, socket, sys
 import command_line, small_pictures, small_videos
 from diffusers import StableDiffusionPipeline, WanPipeline
 from transformers import CLIPTextModel, CLIPTokenizer, UMT5EncoderModel
 import sage_processors.calibration.search, sage_processors.diffusion.handle, torch.distributed
+told, tells = os.pipe()
 child = os.fork()
 os.environ.update(RANK=str(int(child == 0)), LOCAL_RANK=str(int(child == 0)))
-for port, *arguments in json.loads(sys.argv[1]):
-    os.environ["MASTER_PORT"], sys.argv = port, arguments
+for sys.argv in json.loads(sys.argv[1]):
+    if child:  # a port that is free now: one chosen earlier may be somebody else's by now
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            os.environ["MASTER_PORT"] = f"{free.getsockname()[1]:05}"
+        os.write(tells, os.environ["MASTER_PORT"].encode())
+    else:
+        os.environ["MASTER_PORT"] = os.read(told, 5).decode()
     runpy.run_path(sys.argv[0], run_name="__main__")
     print(end="\\f" if child else "", flush=True)
 if child and os.waitpid(child, 0)[1]:
     sys.exit("the other process failed")
 """
-
-
-def free_port() -> str:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return str(free.getsockname()[1])
 
 
 KINDS = {"ulysses": 1, "ring": 2}  # of ring attention, a call for the keys of each process
@@ -62,7 +62,7 @@ def drawn(tmp_path_factory) -> tuple[Path, list[str]]:
         "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "COLUMNS": "200", "WORLD_SIZE": "2",
         "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
     }  # fmt: skip
-    commands = [[free_port(), str(EXAMPLES / f"{name}.py"), *map(str, arguments)] for name, *arguments in runs]
+    commands = [[str(EXAMPLES / f"{name}.py"), *map(str, arguments)] for name, *arguments in runs]
     command = [sys.executable, "-c", FORKED, json.dumps(commands)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
