@@ -270,7 +270,7 @@ class LinearSwap:
                 self._prepare_one(module, state)
 
     def begin_run(self) -> None:
-        """Begin a denoiser's run: before a weight is used, samples of all are compared, to notice uncounted writes."""
+        """Begin a denoiser's run: weights are checked for uncounted writes before their next use."""
         self._shared.check.want(weakref.WeakMethod(self._samples))
 
     def _samples(self) -> list[tuple[LinearState, tuple[torch.Tensor, torch.Tensor]]]:
@@ -278,7 +278,7 @@ class LinearSwap:
         return [(state, pair) for state, pair in found if pair is not None]
 
     def check_weights(self) -> None:
-        """Compare samples of the weights, once in a run, so that those written to are quantised again. Syncs then."""
+        """Check the weights for uncounted writes, once in a run. Syncs then."""
         self._shared.check.make()
 
     def _is_known_as_short(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -11,6 +11,7 @@ import torch
 
 from sage_kernels.compat import are_ordinary
 
+from ..patching.nested import UnknownValueError, tensors_of
 from .patterns import FLOATS
 from .region import in_thread
 from .tensor import ChangedInputError, Contiguous, Postponed, can_wait, ordinary_in
@@ -97,12 +98,16 @@ class BlockInput(Castable):
         return self._x
 
 
-def tensors_in(values: Any) -> list[torch.Tensor]:
-    """Return the tensors in nested lists, tuples and dicts."""
-    if isinstance(values, torch.Tensor):
-        return [values]
-    values = values.values() if isinstance(values, dict) else values if isinstance(values, (list, tuple)) else ()
-    return [x for value in values for x in tensors_in(value)]
+def may_share_memory(x: torch.Tensor, values: Any, known: tuple[torch.Tensor, ...] = ()) -> bool:
+    """Return True if a tensor in nested values, other than those in `known`, may have the memory of x."""
+    try:
+        others = [other for other in tensors_of(values) if not any(other is y for y in known)]
+    except UnknownValueError:
+        return True
+    if not are_ordinary((x, *others)):  # batched or fake tensors can't be asked
+        return True
+    memory = x.untyped_storage().data_ptr()
+    return any(other.untyped_storage().data_ptr() == memory for other in others)
 
 
 def with_castable_input(args: tuple[Any, ...], others: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -113,10 +118,6 @@ def with_castable_input(args: tuple[Any, ...], others: tuple[Any, ...]) -> tuple
     x: Any = args[0] if args else None
     if not can_wait(x) or x.dtype not in (torch.bfloat16, torch.float16) or not x.is_contiguous():
         return args
-    rest = [other for other in tensors_in((args[1:], others)) if not isinstance(other, Postponed)]
-    if not are_ordinary((x, *rest)):
-        return args
-    memory = x.untyped_storage().data_ptr()
-    if any(other.untyped_storage().data_ptr() == memory for other in rest):
+    if may_share_memory(x, (args[1:], others)):
         return args
     return (BlockInput(x.shape, x.dtype, x.device, x), *args[1:])

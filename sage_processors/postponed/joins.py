@@ -12,7 +12,7 @@ import torch
 
 from sage_kernels.compat import are_ordinary
 
-from .casts import Castable, tensors_in
+from .casts import Castable, may_share_memory
 from .patterns import CATS, bound
 from .region import in_thread
 from .tensor import ChangedInputError, Postponed, can_wait
@@ -36,7 +36,7 @@ class SequencePart(Postponed):
 
 
 class Pair:
-    """Two neighbours x [B, S_1, C] and y [B, S_2, C], and the tensor [B, S, C] that they make up, as a view."""
+    """Two neighbouring tensors [B, S_1, C] and [B, S_2, C], and `whole`, a view [B, S_1 + S_2, C] of both."""
 
     def __init__(self, first: torch.Tensor, second: torch.Tensor):
         batch, rows, channels = first.shape[0], first.shape[1] + second.shape[1], first.shape[2]
@@ -56,7 +56,10 @@ class Pair:
 
 
 class JoinedParts(Castable):
-    """The postponed result of torch.cat of both parts along the sequence. It is copied for who may write to it."""
+    """The postponed result of torch.cat of both parts along the sequence.
+
+    Kernels read both parts where they are; code that might write to the result gets a copy.
+    """
 
     def __init__(self, shape: torch.Size, dtype: torch.dtype, device: torch.device, pair: Pair):
         self._pair, self._writes = pair, pair.writes
@@ -101,7 +104,10 @@ def _cat(args: Any, kwargs: Any) -> JoinedParts | None:
 
 
 def _are_neighbours(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Return True if x [B, S_1, C] and y [B, S_2, C] are slices of one contiguous tensor, y right behind x."""
+    """Return True if the second tensor [B, S_2, C] lies right behind the first one [B, S_1, C] in memory.
+
+    Together they are one contiguous tensor [B, S_1 + S_2, C].
+    """
     shape, strides = first.shape, first.stride()
     if second.stride() != strides or second.shape[::2] != shape[::2] or first.dtype != second.dtype:
         return False
@@ -109,14 +115,6 @@ def _are_neighbours(first: torch.Tensor, second: torch.Tensor) -> bool:
     if strides[1:] != (row, 1) or (shape[0] > 1 and strides[0] != (shape[1] + second.shape[1]) * row):
         return False
     return second.data_ptr() - first.data_ptr() == shape[1] * row * first.element_size()
-
-
-def _have_memory_of(x: torch.Tensor, others: list[torch.Tensor]) -> bool:
-    """Return True if another tensor may have the memory of x."""
-    if not all(type(other) in (torch.Tensor, torch.nn.Parameter) for other in others) or not are_ordinary(others):
-        return True
-    memory = x.untyped_storage().data_ptr()
-    return any(other.untyped_storage().data_ptr() == memory for other in others)
 
 
 def with_parts(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -138,7 +136,7 @@ def with_parts(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any
     first, second = sorted(pair, key=torch.Tensor.data_ptr)
     if not _are_neighbours(first, second):
         return None
-    if _have_memory_of(first, [x for x in tensors_in((args, kwargs)) if x is not first and x is not second]):
+    if may_share_memory(first, (args, kwargs), (first, second)):
         return None
     made = Pair(first, second)
     parts = {id(x): made.part(place) for place, x in enumerate(made.tensors)}

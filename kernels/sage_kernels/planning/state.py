@@ -29,21 +29,7 @@ from ..ops.plan_step import plan_step
 from .plan import V_CHANNEL_FLOOR, write_plan
 from .rules import Source, Timestep, ranges
 from .skip_lists import KeptOfCalls
-from .table import (
-    MOVE_LIMIT,
-    OUTLIER_LIMIT,
-    STEADY_LIMIT,
-    NoiseBins,
-    agreeing,
-    full_reach,
-    key_range,
-    key_reach,
-    record,
-)
-
-
-# A head whose keys reach this many times further than those of its plan no longer trusts the table.
-GROWTH_LIMIT = 1.25
+from .table import LIMITS, NoiseBins, agreeing, full_reach, record, steady_heads, strayed_heads
 
 
 @dataclass(frozen=True)
@@ -171,22 +157,22 @@ class ScaleState:
 
     def _launch_numbers(self) -> dict:
         return {
-            "margin": self.margin, "full": full_reach(self.margin), "growth": GROWTH_LIMIT, "outlier": OUTLIER_LIMIT,
-            "move": MOVE_LIMIT, "steady": STEADY_LIMIT, "v_floor": V_CHANNEL_FLOOR, "adapts": self.rule.adapts,
+            **LIMITS, "margin": self.margin, "full": full_reach(self.margin), "v_floor": V_CHANNEL_FLOOR,
+            "adapts": self.rule.adapts,
         }  # fmt: skip
 
     def _advance(self, finished, following, begins=None) -> None:
         """Close the step in noise bin `finished` and plan the one in `following`, int64 [1] each."""
         shared, seen = self._shared, self._seen()
-        agrees = agreeing(shared.plan, shared.plan_scale, shared.stats, self._is_channel, self.margin)
+        step = shared.stats, self._is_channel, self.margin
+        agrees = agreeing(shared.plan, shared.plan_scale, *step)
         record(
             self._table, self._table_run, self._run, finished, shared.stats, self._is_channel,
             seen=seen & (self._frozen == 0), planned=shared.plan_scale > 0, agrees=agrees,
         )  # fmt: skip
-        reach = key_reach(shared.plan, shared.stats, self._is_channel)
-        is_steady = seen & agrees & (reach <= full_reach(self.margin) * STEADY_LIMIT)
+        is_steady = steady_heads(agrees, shared.plan, *step)
         steady, was_called = shared.counts[:, fields.COUNT_STEADY], shared.counts[:, fields.COUNT_CALLS] > 0
-        steady.copy_(torch.where(was_called, is_steady.int(), steady))
+        steady.copy_(torch.where(was_called, (seen & is_steady).int(), steady))
         source = self.rule.following(self, following, seen)
         kept = ~source.known
         # a plan holds for the shapes of this step's calls only: two, since (un)conditional calls may differ
@@ -383,9 +369,8 @@ class ScaleState:
 
     def strayed(self) -> torch.Tensor:
         """Return the heads [R] whose keys reached much further, or much less far, than their plan's."""
-        step, full = (self._shared.plan, self._shared.stats, self._is_channel), full_reach(self.margin)
-        strayed = (key_reach(*step) > full * GROWTH_LIMIT) | (key_range(*step) < full / OUTLIER_LIMIT)
-        return (self._shared.plan_scale > 0) & strayed
+        shared = self._shared
+        return strayed_heads(shared.plan, shared.plan_scale, shared.stats, self._is_channel, self.margin)
 
     def _drain(self) -> None:
         """Add the step's counts to the totals, and clear the recording tensors for the next step."""

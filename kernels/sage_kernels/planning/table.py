@@ -21,11 +21,14 @@ from ..facts.recipe import CHANNEL_FLOOR, INT8_MAX, V_CODE
 
 # A step disagrees with its plan if its keys or queries reach this many times further, or that many times less far.
 OUTLIER_LIMIT = 4.0
-# Nor is a head steady whose keys reached this many times further than those of its plan: their middle may move.
+# A head whose keys reach this many times further than those of its plan no longer trusts the table.
+GROWTH_LIMIT = 1.25
+# Nor is it steady beyond this: the middle of its keys moved.
 STEADY_LIMIT = 1.5
 # A step that nothing confirms may make the ranges of an entry this many times larger or smaller, and move their middle
 # by the range.
 MOVE_LIMIT = 2.0
+LIMITS = {"growth": GROWTH_LIMIT, "outlier": OUTLIER_LIMIT, "move": MOVE_LIMIT, "steady": STEADY_LIMIT}
 
 
 class NoiseBins:
@@ -89,6 +92,22 @@ def agreeing(plan, plan_scale, stats, is_channel, margin: float) -> torch.Tensor
     v_fits = (v >= v_scale * (V_CODE / OUTLIER_LIMIT)) & (v <= v_scale * (V_CODE * OUTLIER_LIMIT))
     fits = (k >= lowest) & (k <= highest) & (q >= plan_scale * lowest) & (q <= plan_scale * highest)
     return (plan_scale > 0) & fits & (v_fits | (v_scale == 0))
+
+
+def steady_heads(agrees: torch.Tensor, plan, stats, is_channel, margin: float) -> torch.Tensor:
+    """Return the heads, bool [R], whose step went as planned: it agrees, and the middle of K's range hardly moved.
+
+    agrees: as `agreeing` returns it.
+    """
+    reach = key_reach(plan, stats, is_channel)
+    return agrees & (reach <= full_reach(margin) * STEADY_LIMIT)
+
+
+def strayed_heads(plan, plan_scale, stats, is_channel, margin: float) -> torch.Tensor:
+    """Return the heads, bool [R], whose keys reached much further, or much less far, than their plan's."""
+    step, full = (plan, stats, is_channel), full_reach(margin)
+    strayed = (key_reach(*step) > full * GROWTH_LIMIT) | (key_range(*step) < full / OUTLIER_LIMIT)
+    return (plan_scale > 0) & strayed
 
 
 def widest(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:

@@ -74,8 +74,13 @@ class WeightCheck:
         self._wanted += 1
 
     def make(self) -> None:
-        """Doubt the weights whose samples differ, if a check is wanted. Syncs. Not while a graph or trace is made."""
-        if is_traced() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+        """Mark weights whose samples differ, so that they are quantised again. Syncs.
+
+        Does nothing if no check is wanted, or while a CUDA graph or a trace is recorded.
+        """
+        if not self.is_wanted or is_traced():
+            return
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return
         with self._lock:
             wanted, samples = self._wanted, self._samples()

@@ -17,8 +17,8 @@ from sage_kernels.facts.state import (
     STAT_V_AMAX,
 )
 from sage_kernels.planning.rules import Timestep, TimestepAdaptive
-from sage_kernels.planning.state import GROWTH_LIMIT, ScaleState, Site
-from sage_kernels.planning.table import MOVE_LIMIT, agreeing, full_reach, moved, record, widest
+from sage_kernels.planning.state import ScaleState, Site
+from sage_kernels.planning.table import GROWTH_LIMIT, MOVE_LIMIT, agreeing, full_reach, moved, record, widest
 from sage_kernels.testing import make_qkv
 from sage_processors.evaluation.metrics import sqnr_db
 

@@ -1,4 +1,4 @@
-"""Tensor descriptors of recorded launches: what the copy engine reads is encoded once for each address.
+"""Tensor descriptors of replayed launches, whose tensor maps are encoded once for each address.
 
 Triton's launcher encodes a tensor map for each descriptor of each launch, which takes the host as long as the rest of
 a launch. PyTorch's allocator gives out the same memory in each step of a model, so addresses come back.
@@ -52,9 +52,9 @@ class Described:
 
 
 def encode_once() -> None:
-    """Let Triton's launchers take what was encoded for a `Described` before; once, before any kernel is loaded.
+    """Let Triton's launchers reuse the tensor maps of replayed launches.
 
-    Without Triton's function of this name each launch encodes anew.
+    Call it before any kernel is loaded. If Triton has no function of this name, each launch encodes anew.
     """
     driver = find("triton.backends.nvidia.driver")
     encode = getattr(driver, "make_tensordesc_arg", None)
