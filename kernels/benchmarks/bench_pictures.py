@@ -2,6 +2,7 @@
 
     python kernels/benchmarks/bench_pictures.py --case flux_1024 --case sdxl_1024 --whole
     python kernels/benchmarks/bench_pictures.py --case wan21_1_3b_480p81
+    python kernels/benchmarks/bench_pictures.py --case flux_1024 --whole --first-block-cache 0.7
     python kernels/benchmarks/bench_pictures.py --tiny --device cpu --no-save
 
 Random weights of the published shapes: text encoders, denoiser, scheduler, VAE. Ways, in turn (--ways): stock as it
@@ -10,6 +11,9 @@ presets; other packages' attention in the denoiser; their linear layers, with bl
 draws a first and a later picture with all steps. Without it a picture is computed: a call of one step, with text
 encoders and VAE, plus the time of a step, from calls without a VAE that differ by three, for every other step. Its
 rows say so (case/computed).
+
+With --first-block-cache every way draws with diffusers' FirstBlockCache of that threshold. The first way decides which
+forwards stop after their first block; the others compute their numbers, and wait for them, but decide as it did.
 
 A way has no rows unless latents after two steps are those of stock, up to the error of 8 bit.
 """
@@ -20,6 +24,7 @@ import argparse
 import gc
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,6 +40,35 @@ USUAL = ("default", "cudnn", "compiled", "int8", "fast")
 FEW, MORE = 1, 3  # steps of the calls that a computed picture is made from
 CHECKED_STEPS = 2  # steps after which latents are compared
 CAPTURED = 6  # steps after which ours has compiled its kernels and captured its graphs
+
+
+class SameDecisions:
+    """Diffusers' FirstBlockCache on a painter's denoiser, whose later pictures stop where the first ones did.
+
+    Attributes: made: {(steps of the picture, step, which forward of the step): all blocks ran}.
+    """
+
+    def __init__(self, painter: Painter, threshold: float):
+        from diffusers import FirstBlockCacheConfig
+        from diffusers.hooks.first_block_cache import _FBC_LEADER_BLOCK_HOOK
+
+        self.made: dict[tuple, bool] = {}
+        self._scheduler = painter.pipe.scheduler
+        painter.denoiser.enable_cache(FirstBlockCacheConfig(threshold=threshold))
+        registries = [getattr(module, "_diffusers_hook", None) for module in painter.denoiser.modules()]
+        hooks = [found for x in registries if x is not None and (found := x.get_hook(_FBC_LEADER_BLOCK_HOOK))]
+        for hook in hooks:
+            hook._should_compute_remaining_blocks = torch.compiler.disable(partial(self._decide, hook))
+
+    def _decide(self, hook, residual: torch.Tensor) -> bool:
+        runs_all = type(hook)._should_compute_remaining_blocks(hook, residual)
+        where = self._scheduler.num_inference_steps, self._scheduler.step_index or 0, hook.state_manager.context.name
+        return self.made.setdefault(where, runs_all)
+
+    def share(self, steps: int) -> float:
+        """Return the share of forwards of a picture in which all blocks ran."""
+        found = [runs_all for (of, *_), runs_all in self.made.items() if of == steps]
+        return sum(found) / len(found)
 
 
 class Drawn(NamedTuple):
@@ -102,6 +136,7 @@ def run_case(name: str, options: argparse.Namespace, csv: Path | None) -> list[s
     drawing = DRAWINGS[name].tiny() if options.tiny else DRAWINGS[name]
     device, failures, stock, cudnn = torch.device(options.device), [], None, None
     painter = Painter(drawing, device)
+    cached = None if options.first_block_cache is None else SameDecisions(painter, options.first_block_cache)
     painter.draw(FEW)  # or the first way alone would pay for what text encoders and VAE do once a process
     for way in chosen(options.ways, 0 if options.tiny else None):
         label = f"{drawing.name:24} {way.provider:22} {way.recipe:16}"
@@ -113,6 +148,8 @@ def run_case(name: str, options: argparse.Namespace, csv: Path | None) -> list[s
             failures.append(f"{label}: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
             print(f"FAILED {failures[-1]}", flush=True)
             continue
+        if cached is not None:
+            print(f"all blocks ran in {cached.share(painter.drawing.steps):.3f} of the forwards", flush=True)
         cudnn = drawn.later if way.provider == CUDNN else cudnn
         ratio = cudnn / drawn.later if cudnn else None
         print(
@@ -122,11 +159,11 @@ def run_case(name: str, options: argparse.Namespace, csv: Path | None) -> list[s
             flush=True,
         )
         if csv is not None:
-            save(csv, drawing, way, drawn, ratio, l1, l2, options.whole)
+            save(csv, drawing, way, drawn, ratio, l1, l2, options)
     return failures
 
 
-def save(csv: Path, drawing, way: Way, drawn: Drawn, ratio, l1: float, l2: float, whole: bool) -> None:
+def save(csv: Path, drawing, way: Way, drawn: Drawn, ratio, l1: float, l2: float, options) -> None:
     """Append the rows of one way."""
     sizes, quantizes = drawing.denoiser.attention(), is_8_bit(way.provider)
     shared = {
@@ -135,7 +172,8 @@ def save(csv: Path, drawing, way: Way, drawn: Drawn, ratio, l1: float, l2: float
         "head_dim": sizes["head_dim"], "causal": sizes["causal"], "includes_quantization": quantizes,
         "rel_l2_error": f"{l2:.5f}" if quantizes else "",
     }  # fmt: skip
-    case = drawing.name if whole else f"{drawing.name}/computed"
+    case = drawing.name if options.whole else f"{drawing.name}/computed"
+    case += "" if options.first_block_cache is None else "/first_block_cache"
     ratio = "" if ratio is None else f"{ratio:.3f}"
     append_row(csv, **shared, case=case, metric="time", unit="s", median=f"{drawn.later:.3f}", ratio_vs_cudnn=ratio)
     if drawn.first is not None:
@@ -158,10 +196,14 @@ def parse(arguments=None) -> argparse.Namespace:
         "--ways", nargs="+", choices=[x for x in NAMES if x != REMOVED], default=USUAL, help="ways to draw"
     )
     parser.add_argument("--tiny", action="store_true", help="tiny models of the same classes; needs --csv to save")
+    parser.add_argument("--first-block-cache", type=float, metavar="THRESHOLD", help="of diffusers; with --whole")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--csv", type=Path, help="where rows go; results.csv by default")
     parser.add_argument("--no-save", action="store_true", help="print only")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.first_block_cache is not None and not options.whole:
+        parser.error("--first-block-cache needs --whole: steps take different times")
+    return options
 
 
 @torch.no_grad()

@@ -67,3 +67,29 @@ def test_text_is_what_the_published_encoders_make(bench):
                 model = getattr(transformers, cls)(getattr(transformers, of)(**config))
             unlike = name == "t5" and drawing.suite == "clip"  # UMT5 has a larger vocabulary and biases by layer
             assert unlike or sum(p.numel() for p in model.parameters()) == known[name], name
+
+
+def test_with_a_cache_all_ways_stop_in_the_same_forwards(bench, tmp_path, monkeypatch):
+    """Whatever the numbers of the later ways say: here those of each forward say something else."""
+    from diffusers.hooks.first_block_cache import FBCHeadBlockHook
+
+    said, own, decided = [], [], bench.SameDecisions._decide
+
+    def answered(hook, residual):
+        own.append(hook.state_manager.get_state().head_block_residual is None or len(own) % 2 == 0)
+        return own[-1]
+
+    def watched(self, hook, residual):
+        said.append(decided(self, hook, residual))
+        return said[-1]
+
+    monkeypatch.setattr(bench.SameDecisions, "_decide", watched)
+    monkeypatch.setattr(FBCHeadBlockHook, "_should_compute_remaining_blocks", answered)
+    options = ["--case", "flux_1024", "--whole", "--ways", "cudnn", "int8", "--first-block-cache", "0.05"]
+    assert bench.main(["--tiny", "--device", "cpu", *options, "--csv", str(tmp_path / "rows.csv")]) == 0
+    cases = {row["case"] for row in read_rows(tmp_path / "rows.csv")}
+    assert cases == {f"flux_1024/tiny/first_block_cache{part}" for part in ("", "/first", "/step", "/rest")}
+    assert len(said) == len(own) == 19 and said[1:10] == said[10:]  # one before the first way
+    assert own[1:10] != own[10:] and False in said
+    with pytest.raises(SystemExit):
+        bench.main([*TINY, "--first-block-cache", "0.05"])

@@ -21,7 +21,7 @@ _SAMPLE_PARTS = ("modulation", "adaln", "ada_ln", "time_", "timestep", "temb", "
 _SAMPLE_CLASSES = ("Norm", "Modulation", "Timestep")
 # Attention pooling beside the time embedding: its layers have many rows, and PyTorch's own attention reads weights.
 _POOL_CLASSES = ("AttentionPool",)
-# Format of layers with one row per sample if 16-bit weights are dropped: an INT8 weight, a 16-bit activation.
+# Format of layers with one row per sample, with modulation="int8": an INT8 weight, a 16-bit activation.
 WEIGHT_ONLY = "int8_weights"
 
 
@@ -82,7 +82,7 @@ def _forward_of(cls: Any):
 
 
 def choose(
-    model: nn.Module, *, label, linears: str, layers=(), min_features=None, drop_weights=False, gated="8bit"
+    model: nn.Module, *, label, linears: str, layers=(), min_features=None, modulation="16bit", gated="8bit"
 ) -> list[Choice]:
     """Choose a format for every linear layer of a model.
 
@@ -91,8 +91,8 @@ def choose(
         linears: "none", "int8" or "fp8", for layers that no pattern of `layers` matches.
         layers: (pattern, format) pairs. The first match counts, also for protected and small layers.
         min_features: smaller layers stay in 16 bit; None: MIN_FEATURES.
-        drop_weights: layers with one row per sample and at least min_features² weights are WEIGHT_ONLY instead of in
-            16 bit, unless `layers` names them.
+        modulation: "int8": layers with one row per sample and at least min_features² weights are WEIGHT_ONLY instead
+            of in 16 bit, unless `layers` names them.
     """
     least = MIN_FEATURES if min_features is None else min_features
     owners = dict(model.named_modules())
@@ -109,7 +109,7 @@ def choose(
             if not why and min(module.in_features, module.out_features) < least:
                 why = "small"
             format = "none" if why else linears
-            if why and drop_weights and _may_be_weight_only(name, module, model, owners, least):
+            if why and modulation == "int8" and _may_be_weight_only(name, module, model, owners, least):
                 format, why = WEIGHT_ONLY, ""
         keeps = gated == "16bit" and named is None and format != "none" and follows_gate(name, owners)
         found.append(Choice(own, module, format, why, keeps))

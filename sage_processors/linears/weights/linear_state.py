@@ -322,7 +322,7 @@ class LinearState:
         """
         storage = self.storage
         columns = storage.starts[-1] if storage.is_joined else storage.modules[self.index].out_features
-        has_16_bit = not (self.dropped or self.is_weight_only)
+        has_16_bit = not (self.dropped or (self.is_weight_only and self.shared.least_work <= LEAST_WORK))
         self.short_below = -(-self.shared.least_work // columns) if has_16_bit else 0
 
     def leave_storage(self) -> None:
