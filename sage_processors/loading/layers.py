@@ -9,12 +9,13 @@ import torch
 from torch import nn
 
 from sage_kernels import QuantizedRows
+from sage_kernels.facts.few_rows import WEIGHT_ONLY
 from sage_kernels.facts.numerics import CODE_TYPES
 
 from ..linears.balance import MOST, weight_on_hand
 from ..linears.swap import LinearSwap
 from ..linears.swap_checks import checked_options
-from ..linears.weights.layers import WEIGHT_ONLY, choose, linear_layers
+from ..linears.weights.layers import choose, linear_layers
 from .config import Gated, SageConfig
 
 

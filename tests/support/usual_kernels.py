@@ -13,6 +13,7 @@ from sage_kernels._triton.launch import ahead
 from sage_kernels._triton.linear import launch as linear
 from sage_kernels._triton.prologue import prologue
 from sage_kernels._triton.prologue.plan_step import launch_plan_step
+from sage_kernels.facts.few_rows import WEIGHT_ONLY
 from sage_kernels.facts.recipe import DEFAULT_RECIPE, FP8_RECIPE
 from sage_kernels.ops import warm_up
 from sage_kernels.ops.warm_up import CallKind, HeadsKind, LinearKind
@@ -50,6 +51,8 @@ def _linear_calls():
     kinds = [layer, layer._replace(norm="layer"), layer._replace(norm="layer", columns=hidden, activation="gelu_tanh")]
     kinds += [layer._replace(depth=hidden, adds=True), layer._replace(adds=True)]
     kinds += [layer._replace(depth=hidden), layer._replace(columns=hidden)]
+    # modulation, of one row: two, three and six vectors, each with a tile of its own
+    kinds += [layer._replace(format=WEIGHT_ONLY, columns=vectors * width) for vectors in (2, 3, 6)]
 
     def joined():  # attention's and the feed-forward's results side by side, as in FLUX's single blocks
         x, beside = torch.empty(1, 4096, width, dtype=BF16), torch.empty(1, 4096, hidden, dtype=BF16)

@@ -14,6 +14,9 @@ import torch
 from .crossover import ANY_GPU, gpu_class
 
 
+WEIGHT_ONLY = "int8_weights"  # format of a layer whose weight is in INT8 and whose rows are always in 16 bit
+
+
 class FewRows(NamedTuple):
     """One row of the table. The first row that fits a call counts.
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..facts.few_rows import WEIGHT_ONLY
 from ..facts.masking import Masking, make_masking
 from ..facts.numerics import CODE_TYPES
 from ..facts.recipe import DEFAULT_RECIPE, GATED, RECIPES
@@ -129,7 +130,7 @@ class LinearKind(NamedTuple):
 
     Attributes:
         dtype: of its input and output.
-        format: "int8" or "fp8".
+        format: "int8", "fp8", or WEIGHT_ONLY: an INT8 weight is multiplied by few rows in 16 bit.
         depth, columns: numbers of its input and output features.
         bias: True if there is one.
         norm: of its input, in the launch that quantises it: "none", "rms" or "layer", the last one modulated.
@@ -152,7 +153,7 @@ class LinearKind(NamedTuple):
 def linear_calls(kind: LinearKind, device: torch.device, rows: Iterable[int] = (4608, 4096, 512)) -> list[Callable]:
     """Return functions that launch a layer of this kind with these numbers of rows, for `compile_ahead`.
 
-    With some of these the last tiles are shared by programs, which takes a kernel more.
+    With some of these the last tiles are shared by programs, which takes a kernel more. WEIGHT_ONLY has one row.
     """
 
     def call(number: int):
@@ -175,7 +176,15 @@ def linear_calls(kind: LinearKind, device: torch.device, rows: Iterable[int] = (
             residual=empty(1, number, width) if kind.adds else None, dtype=kind.dtype,
         )  # fmt: skip
 
-    return [functools.partial(call, number) for number in rows]
+    def call_with_one_row():
+        from .._triton.linear.launch import launch_weight_only_linear
+
+        weight = torch.empty(kind.columns, kind.depth, dtype=torch.int8, device=device)
+        scale = torch.empty(kind.columns, dtype=torch.float32, device=device)
+        x, bias = (torch.empty(1, size, dtype=kind.dtype, device=device) for size in (kind.depth, kind.columns))
+        launch_weight_only_linear(x, weight, scale, bias[0] if kind.bias else None)
+
+    return [call_with_one_row] if kind.format == WEIGHT_ONLY else [functools.partial(call, number) for number in rows]
 
 
 def compile_ahead(kinds: Iterable[CallKind], device: torch.device, others: Iterable[Callable] = ()):

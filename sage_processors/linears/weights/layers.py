@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from sage_kernels.facts.few_rows import WEIGHT_ONLY
+
 
 # Below this many input or output features a layer stays in 16 bit: quantising costs more than the matmul saves.
 MIN_FEATURES = 1024
@@ -21,8 +23,6 @@ _SAMPLE_PARTS = ("modulation", "adaln", "ada_ln", "time_", "timestep", "temb", "
 _SAMPLE_CLASSES = ("Norm", "Modulation", "Timestep")
 # Attention pooling beside the time embedding: its layers have many rows, and PyTorch's own attention reads weights.
 _POOL_CLASSES = ("AttentionPool",)
-# Format of layers with one row per sample, with modulation="int8": an INT8 weight, a 16-bit activation.
-WEIGHT_ONLY = "int8_weights"
 
 
 class Choice:

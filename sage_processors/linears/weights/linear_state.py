@@ -12,6 +12,7 @@ from torch import nn
 
 from sage_kernels import QuantizedRows, quantize_weight
 from sage_kernels.compat import SEES_DISPATCH, are_ordinary, is_traced
+from sage_kernels.facts.few_rows import WEIGHT_ONLY
 
 from ...patching.patched import Owner
 from ...reporting.event_counter import EventCounter
@@ -19,7 +20,7 @@ from ...reporting.fallbacks import Fallbacks
 from ...torch_modes import counts_writes
 from ...unsupported import UnsupportedLinearError
 from .fingerprints import WeightCheck, checksum, sample_of
-from .layers import WEIGHT_ONLY, has_compiled_parts
+from .layers import has_compiled_parts
 from .replays import Replays
 from .room import Room
 from .storage import Storage, is_captured
@@ -139,7 +140,7 @@ class LinearState:
     """State of one swapped linear layer.
 
     Attributes:
-        label: its name in the report. format: "int8", "fp8" or layers.WEIGHT_ONLY.
+        label: its name in the report. format: "int8", "fp8" or WEIGHT_ONLY.
         is_weight_only: only the weight is in 8 bit, and the activation in 16.
         on_unsupported: "fallback" or "raise".
         shared: Shared.
@@ -309,8 +310,7 @@ class LinearState:
 
     def keep(self, rows: QuantizedRows | None, device) -> None:
         """Store the 8-bit weight that `rows_from` returned, on `device`. None: the weight can't be quantised."""
-        self.version += 1
-        self.failed = rows is None
+        self.version, self.failed = self.version + 1, rows is None
         if rows is not None:
             self.storage.write(self.index, QuantizedRows(*(part.to(device) for part in rows)))
 

@@ -14,7 +14,8 @@ pytest.importorskip("diffusers")
 import sage_processors as sp  # noqa: E402
 import tests.support.tiny_image_models  # noqa: E402, F401 (registers them)
 from sage_kernels import qk_norm_rope  # noqa: E402
-from sage_kernels.ops.warm_up import LONG, SHORT, CallKind, LinearKind, heads_call  # noqa: E402
+from sage_kernels.facts.few_rows import WEIGHT_ONLY  # noqa: E402
+from sage_kernels.ops.warm_up import LONG, SHORT, CallKind, LinearKind, heads_call, linear_calls  # noqa: E402
 from sage_processors.diffusion.denoiser import Denoiser  # noqa: E402
 from sage_processors.diffusion.reports import warm_up  # noqa: E402
 from sage_processors.diffusion.reports.warm_up import call_kinds, heads_kinds, linear_kinds  # noqa: E402
@@ -325,6 +326,27 @@ def test_8_bit_linear_layers_are_compiled_ahead_with_what_usually_surrounds_them
     assert {plain._replace(norm=x, activation=y) for x in norms for y in activations} <= set(kinds)
     assert LinearKind(FLOAT, "int8", down.in_features, down.out_features, True, adds=True) in kinds
     assert not any(kind.adds for kind in kinds if kind.columns == up.out_features)
+    assert not any(kind.format == WEIGHT_ONLY for kind in kinds)
     single = model.single_transformer_blocks[0]  # attention's result beside the feed-forward's
     joined = {kind.beside for kind in kinds if kind.depth == single.proj_out.in_features}
     assert joined == {single.proj_mlp.out_features} and len({kind.beside for kind in kinds}) == 2
+
+
+def test_layers_of_one_row_a_sample_are_compiled_ahead_with_one_row():
+    model, _ = MODELS["flux"]()
+    linears = sp.Linears("int8", min_features=0, modulation="int8")
+    handle = sp.apply(model, sp.SageAttnProcessor("fast", linears=linears))
+    kinds = [kind for kind in linear_kinds(handle._denoisers[0]) if kind.format == WEIGHT_ONLY]
+    for layer in (model.transformer_blocks[0].norm1.linear, model.single_transformer_blocks[0].norm.linear):
+        assert LinearKind(FLOAT, WEIGHT_ONLY, layer.in_features, layer.out_features, True) in kinds
+    assert {(kind.norm, kind.activation, kind.adds, kind.beside) for kind in kinds} == {("none", "none", False, 0)}
+    pytest.importorskip("triton")
+    from sage_kernels._triton.linear import launch
+
+    asked = []
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("weight_only", "quantized"):
+            patch.setattr(launch, f"launch_{name}_linear", lambda x, *_, name=name, **__: asked.append((name, x)))
+        for call in linear_calls(kinds[0], torch.device("cpu"), (4096, 512)):
+            call()
+    assert [(name, x.shape, x.dtype) for name, x in asked] == [("weight_only", (1, kinds[0].depth), FLOAT)]
