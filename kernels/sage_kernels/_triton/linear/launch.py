@@ -210,9 +210,9 @@ def launch_weight_only_linear(
     columns_out = columns // 2 if activation in GATED else columns
     flat, w = _as_rows(x), _as_rows(weight)
     rows, depth = flat.shape
-    # the interpreter has no bf16 matmul
-    in_fp32 = x.dtype == torch.float32 or (x.dtype == torch.bfloat16 and not x.is_cuda)
     capability = capability_of(x.device)
+    # the interpreter has no bf16 matmul
+    in_fp32 = x.dtype == torch.float32 or (x.dtype == torch.bfloat16 and not (x.is_cuda or capability))
     tile = tile or choose_weight_only_tile(capability, rows, columns, fp32=in_fp32, batch_invariant=batch_invariant)
     out = buffer(*shape, columns_out, dtype=dtype or x.dtype, device=x.device, returned=True)
     if weight_scale.stride(0) != 2:  # that of rows of value and gate in turns: no copy
