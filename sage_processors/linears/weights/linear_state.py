@@ -378,12 +378,10 @@ def _is_same(parameter, known, version: int | None) -> bool:
 
     A parameter with a gradient may have changed: an optimizer may write to it before the next call.
     """
-    return (
-        parameter is known()
-        and not parameter.is_inference()
-        and parameter._version == version
-        and not (parameter.requires_grad and parameter.grad is not None)
-    )
+    if parameter is not known() or version is None or version < 0:  # an inference tensor counts no writes
+        return False
+    is_same: bool = parameter._version == version and not (parameter.requires_grad and parameter.grad is not None)
+    return is_same
 
 
 def _version(weight) -> int:
