@@ -106,8 +106,8 @@ def two_calls(x, weight, bias, gain, shift, gate):
 
 
 def one_call(x, weight, bias, gain, shift, gate):
-    """The same by `dynamic_linear`."""
-    rest = {"activation": "gelu_tanh", "gate": gate, "residual": x}
+    """The same by `dynamic_linear`; a call in which two tensors share their memory is never replayed."""
+    rest = {"activation": "gelu_tanh", "gate": gate, "residual": x.clone()}
     return dynamic_linear(x, weight, bias, norm="layer", gain=gain, shift=shift, **rest)
 
 
