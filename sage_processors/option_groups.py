@@ -19,7 +19,6 @@ ScalingName = Literal[
 ]  # fmt: skip
 RotationName = Literal["none", "hadamard", "auto"]
 LinearFormat = Literal["none", "int8", "fp8"]
-ModulationFormat = Literal["16bit", "int8"]
 
 IN_16_BIT = "16bit"  # the recipe of layers that stay in 16 bit
 # Scaling names, and for each the `scaling=` argument of sage_kernels.sage_attention. The planned ones also have a rule
@@ -27,7 +26,6 @@ IN_16_BIT = "16bit"  # the recipe of layers that stay in 16 bit
 SCALINGS = {name: name if name in ("per_block", "per_head") else "per_token" for name in get_args(ScalingName)}
 BY_CALL = ("dynamic", "per_token", "per_block", "per_head")  # scales are computed from the inputs of each call
 LINEARS: tuple[str, ...] = get_args(LinearFormat)
-MODULATIONS: tuple[str, ...] = get_args(ModulationFormat)
 ROTATIONS: tuple[str, ...] = get_args(RotationName)  # "auto" is decided during a run: diffusion/auto_rotation.py
 MOST_BORDERS = 3  # of Skip.noise: at each border all lists are measured anew
 MOST_STEPS = 2**20  # of Skip.every: beyond this nothing would be measured twice in a run
@@ -123,21 +121,18 @@ class Linears:
             little work run in 16 bit, too (reason "short"). 0: all are swapped.
         drop_weights: free the 16-bit weights as soon as the 8-bit ones are made. The handle can't give them back:
             these layers stay in 8 bit after `remove()`; `save_pretrained` and all else that needs the weights raise
-            RuntimeError. Implies modulation="int8".
-        modulation: "int8": layers with one row for each sample, which are those of modulation and time embeddings,
-            have INT8 weights that multiply 16-bit activations ("int8_weights" in the report), if they have
-            min_features² weights or more and no rule in `layers` names them. "16bit": they stay in 16 bit.
+            RuntimeError. Modulation and time embeddings with min_features² weights or more then have INT8 weights,
+            too, which multiply 16-bit activations ("int8_weights" in the report), unless a rule in `layers` says
+            "none".
     Raises: TypeError or ValueError for a wrong type or value.
     """
 
     format: LinearFormat = "int8"
     min_features: int | None = None
     drop_weights: bool = False
-    modulation: ModulationFormat = "16bit"
 
     def __post_init__(self) -> None:
         one_of("linears", self.format, LINEARS)
-        one_of("linears.modulation", self.modulation, MODULATIONS)
         if self.min_features is not None:
             whole("linears.min_features", self.min_features, 0)
         flag("linears.drop_weights", self.drop_weights)

@@ -15,8 +15,8 @@ PresetName = Literal["fast", "small"]
 # name → the options it sets. All others have their usual defaults. P·V is in 16 bit: in a CUDA graph FP8 P·V keeps no
 # row maxima, and is then no faster at any shape measured (tests/diffusion/test_presets.py reads the rows).
 PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "fast": {"linears": Linears("int8", modulation="int8"), "graphs": "auto"},
-    "small": {"linears": Linears("int8", modulation="int8", drop_weights=True), "graphs": "auto"},
+    "fast": {"linears": Linears("int8"), "graphs": "auto"},
+    "small": {"linears": Linears("int8", drop_weights=True), "graphs": "auto"},
 }
 
 

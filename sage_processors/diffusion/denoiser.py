@@ -109,8 +109,7 @@ class Denoiser:
         elif any(format != "none" for format in (config.linears.format, *dict(config.rules("linears")).values())):
             self.linears = LinearSwap(
                 self.model, linears=config.linears.format, layers=config.rules("linears"),
-                min_features=config.linears.min_features, modulation=config.linears.modulation,
-                drop_weights=config.linears.drop_weights,
+                min_features=config.linears.min_features, drop_weights=config.linears.drop_weights,
                 on_unsupported=config.on_unsupported, name=self.name,
                 on_chosen=lambda swap: self._start_compiling(self, swap),
             )  # fmt: skip

@@ -67,10 +67,9 @@ class Handle:
             check_swapped(self)
             warn_of_idle_layers(self)
             for denoiser in self._denoisers:
+                if config.linears.drop_weights and denoiser.linears is not None:
+                    denoiser.linears.drop()  # its kernels are being compiled (`start_compiling`)
                 self._kernels.swapped(denoiser)
-            for denoiser in self._denoisers if config.linears.drop_weights else ():
-                if denoiser.linears is not None:
-                    denoiser.linears.drop()
         except Exception:
             self.remove()  # leave nothing half swapped
             raise

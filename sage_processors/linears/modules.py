@@ -142,7 +142,7 @@ def _in_8_bit(module, base, x):
                 x = x.tensor_for_16_bit() if type(x) is PostponedNorm else x.tensor()
             state.events.add(SHORT)
             return _in_16_bit(module, base, x)
-    shared.had_work = shared.had_work or not state.is_weight_only
+    shared.had_work = True
     autocast = _autocast(x) if is_any_autocast() else None
     weight = module._parameters.get("weight")
     reason = _reason_against(module, state, x, weight, autocast)

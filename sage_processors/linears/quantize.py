@@ -23,7 +23,6 @@ def quantize_linears(
     min_features: int | None = None,
     on_unsupported: Literal["fallback", "raise"] = "fallback",
     drop_weights: bool = False,
-    modulation: Literal["16bit", "int8"] = "16bit",
     gated: Literal["8bit", "16bit"] = "8bit",
     calibration: Callable[[], object] | None = None,
 ) -> LinearSwap:
@@ -33,7 +32,7 @@ def quantize_linears(
         model: any nn.Module; layers outside of its repeated blocks, embeddings, routers and lm_head stay in 16 bit.
         linears: "int8", "fp8" or "none", for layers that no pattern of `layers` matches.
         layers: {name pattern: format}, or pairs. The first match counts, also for protected and small layers.
-        min_features, drop_weights, modulation: as in `sage_processors.Linears`.
+        min_features, drop_weights: as in `sage_processors.Linears`.
         on_unsupported: as in SageAttnProcessor.
         gated: "16bit": layers behind a gated activation, such as SwiGLU's down_proj, run in 16 bit in calls of many
             rows, unless `layers` names them or their 16-bit weight is dropped. `apply` does that in language models.
@@ -47,12 +46,11 @@ def quantize_linears(
     model = getattr(model, "_orig_mod", model)
     names = [c.name for c in choose(model, label=str, linears="none")]
     one_of("gated", gated, ("8bit", "16bit"))
-    pairs = checked_options(names, linears, layers, min_features, on_unsupported, drop_weights, modulation)
+    pairs = checked_options(names, linears, layers, min_features, on_unsupported, drop_weights)
     if (earlier := swap_of(model)) is not None:
         earlier.remove()
     measured = {} if calibration is None else measured_balances(model, calibration)
     options: dict[str, Any] = {"linears": linears, "layers": pairs, "min_features": min_features, "gated": gated}
-    options["modulation"] = modulation
     swap = LinearSwap(model, measured=measured, on_unsupported=on_unsupported, drop_weights=drop_weights, **options)
     if drop_weights:
         swap.drop()

@@ -51,14 +51,15 @@ class LinearSwap:
 
     def __init__(
         self, model: nn.Module, *, linears: str, layers: tuple[tuple[str, str], ...] = (),
-        min_features: int | None = None, modulation: str = "16bit", drop_weights: bool = False, gated: str = "8bit",
-        on_unsupported: str = "fallback", name: str = "", measured: dict[str, Any] | None = None,
-        ready: dict[str, Any] | None = None, on_chosen: Callable[[LinearSwap], None] = lambda swap: None,
+        min_features: int | None = None, on_unsupported: str = "fallback", name: str = "", drop_weights: bool = False,
+        gated: str = "8bit", measured: dict[str, Any] | None = None, ready: dict[str, Any] | None = None,
+        on_chosen: Callable[[LinearSwap], None] = lambda swap: None,
     ) -> None:  # fmt: skip
         self.model, self.name, self.drop_weights, self._drops_next = model, name, False, drop_weights
         self._options = dict[str, Any](linears=linears, layers=layers, min_features=min_features, gated=gated)
-        self._options["modulation"] = modulation
-        self._measured, self._owner, self._on_unsupported = measured or {}, Owner(self), on_unsupported
+        self._measured = measured or {}
+        self._owner = Owner(self)
+        self._on_unsupported = on_unsupported
         self._shared = Shared(LEAST_WORK if min_features is None else 0, model, self._owner)
         self._shared.room = None if drop_weights or ready is not None else Room()
         self._short = ShortForwards(self._shared)
@@ -120,7 +121,7 @@ class LinearSwap:
 
     def _swapped_already(self) -> list[Any]:
         """Return chosen layers that are swapped already. Raises: RuntimeError for a dropped 16-bit weight."""
-        chosen = choose(self.model, label=self._label, **self._options)
+        chosen = choose(self.model, label=self._label, drop_weights=self.drop_weights, **self._options)
         modules: list[Any] = [choice.module for choice in chosen if choice.format != "none"]
         found = [module for module in modules if linear_state(module) is not None]
         for state in (module._sage for module in found):
@@ -145,7 +146,7 @@ class LinearSwap:
         A layer of another live swap stays there. given_back: ids of the only modules that may be swapped; None: all.
         """
         self._short.forget(self.states())
-        self.choices = choose(self.model, label=self._label, **self._options)
+        self.choices = choose(self.model, label=self._label, drop_weights=self.drop_weights, **self._options)
         wanted = {id(c.module): c for c in self.choices if c.format != "none"}
         for key, (module, _) in list(self._states.items()):
             if self.state_of(module) is None:
@@ -234,9 +235,8 @@ class LinearSwap:
     def drop(self) -> None:
         """Free the 16-bit weight of every layer with an 8-bit one; later ones as soon as these are made.
 
-        Large layers with one row per sample get 8-bit weights too.
+        Large layers with one row per sample, which were in 16 bit until now, get 8-bit weights too.
         """
-        self._options["modulation"] = "int8"
         self.drop_weights, self._drops_next, self._shared.room = True, False, None
         self._swap_chosen()
         for module, state in self._states.values():

@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from ..option_checks import flag, one_of, whole
-from ..option_groups import LINEARS, MODULATIONS
+from ..option_groups import LINEARS
 from ..options import ON_UNSUPPORTED, SageAttnProcessor
 from .weights.layers import Choice
 
@@ -50,21 +50,14 @@ def agree_with(rules: Iterable[tuple[str, str]], choices: Iterable[Choice], name
 
 
 def checked_options(
-    names: Collection[str],
-    linears: Any,
-    layers: Any,
-    min_features: Any,
-    on_unsupported: Any,
-    drop_weights: Any,
-    modulation: Any,
+    names: Collection[str], linears: Any, layers: Any, min_features: Any, on_unsupported: Any, drop_weights: Any
 ) -> tuple[tuple[str, str], ...]:
     """Check the arguments of `quantize_linears` and return `layers` as (pattern, format) pairs.
 
     names: of the model's linear layers. Raises: TypeError, ValueError.
     """
-    one_of("linears", linears, LINEARS)
-    one_of("on_unsupported", on_unsupported, ON_UNSUPPORTED)
-    one_of("modulation", modulation, MODULATIONS)
+    for name, value, allowed in (("linears", linears, LINEARS), ("on_unsupported", on_unsupported, ON_UNSUPPORTED)):
+        one_of(name, value, allowed)
     if isinstance(layers, str) or not isinstance(layers, Iterable):
         raise TypeError(f"layers: got {layers!r}, expected (layer pattern, format) pairs or a dict")
     pairs = tuple(layers.items()) if isinstance(layers, Mapping) else tuple(layers)

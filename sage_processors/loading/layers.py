@@ -39,12 +39,11 @@ class QuantizedHere:
             "linears": config.format,
             "layers": config.layers,
             "min_features": config.min_features,
-            "modulation": "int8",
             "gated": gated,
         }
         names = [name for name, _ in linear_layers(model)]
-        checked_options(names, config.format, config.layers, config.min_features, "fallback", True, "int8")
-        found = choose(model, label=str, **options)
+        checked_options(names, config.format, config.layers, config.min_features, "fallback", True)
+        found = choose(model, label=str, drop_weights=True, **options)
         if all(choice.format == "none" for choice in found):
             reasons = Counter(choice.why or "kept" for choice in found)
             why = ", ".join(f"{count} {reason}" for reason, count in reasons.items())

@@ -77,7 +77,7 @@ class LanguageHandle:
         """Put linear layers into 8 bit, balanced by a run on random tokens, which comes before INT8 attention."""
         own = self.config.linears
         options: dict[str, Any] = {"layers": rules, "min_features": own.min_features, "on_unsupported": strictness}
-        options |= {"drop_weights": own.drop_weights, "modulation": own.modulation, "gated": "16bit"}
+        options |= {"drop_weights": own.drop_weights, "gated": "16bit"}
         try:
             run = random_run(self.model)
             found = None if run is None else quantize_linears(self.model, own.format, calibration=run, **options)

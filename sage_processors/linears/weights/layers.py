@@ -30,7 +30,7 @@ class Choice:
 
     Attributes:
         name: of the layer, in the report. module: the layer.
-        format: "int8", "fp8", WEIGHT_ONLY, or "none" for 16 bit.
+        format: "int8", "fp8", WEIGHT_ONLY (if 16-bit weights are dropped), or "none" for 16 bit.
         why: the reason for 16 bit, as a status in the report; "" without one.
         is_gated: calls of many rows run in 16 bit, too.
     """
@@ -82,7 +82,7 @@ def _forward_of(cls: Any):
 
 
 def choose(
-    model: nn.Module, *, label, linears: str, layers=(), min_features=None, modulation="16bit", gated="8bit"
+    model: nn.Module, *, label, linears: str, layers=(), min_features=None, drop_weights=False, gated="8bit"
 ) -> list[Choice]:
     """Choose a format for every linear layer of a model.
 
@@ -91,8 +91,8 @@ def choose(
         linears: "none", "int8" or "fp8", for layers that no pattern of `layers` matches.
         layers: (pattern, format) pairs. The first match counts, also for protected and small layers.
         min_features: smaller layers stay in 16 bit; None: MIN_FEATURES.
-        modulation: "int8": layers with one row per sample and at least min_features² weights are WEIGHT_ONLY instead
-            of in 16 bit, unless `layers` names them.
+        drop_weights: layers with one row per sample and at least min_features² weights are WEIGHT_ONLY instead of in
+            16 bit, unless `layers` names them.
     """
     least = MIN_FEATURES if min_features is None else min_features
     owners = dict(model.named_modules())
@@ -109,7 +109,7 @@ def choose(
             if not why and min(module.in_features, module.out_features) < least:
                 why = "small"
             format = "none" if why else linears
-            if why and modulation == "int8" and _may_be_weight_only(name, module, model, owners, least):
+            if why and drop_weights and _may_be_weight_only(name, module, model, owners, least):
                 format, why = WEIGHT_ONLY, ""
         keeps = gated == "16bit" and named is None and format != "none" and follows_gate(name, owners)
         found.append(Choice(own, module, format, why, keeps))

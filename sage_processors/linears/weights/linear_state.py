@@ -310,7 +310,8 @@ class LinearState:
 
     def keep(self, rows: QuantizedRows | None, device) -> None:
         """Store the 8-bit weight that `rows_from` returned, on `device`. None: the weight can't be quantised."""
-        self.version, self.failed = self.version + 1, rows is None
+        self.version += 1
+        self.failed = rows is None
         if rows is not None:
             self.storage.write(self.index, QuantizedRows(*(part.to(device) for part in rows)))
 
@@ -322,7 +323,7 @@ class LinearState:
         """
         storage = self.storage
         columns = storage.starts[-1] if storage.is_joined else storage.modules[self.index].out_features
-        has_16_bit = not (self.dropped or (self.is_weight_only and self.shared.least_work <= LEAST_WORK))
+        has_16_bit = not (self.dropped or self.is_weight_only)
         self.short_below = -(-self.shared.least_work // columns) if has_16_bit else 0
 
     def leave_storage(self) -> None:

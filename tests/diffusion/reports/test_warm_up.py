@@ -334,8 +334,7 @@ def test_8_bit_linear_layers_are_compiled_ahead_with_what_usually_surrounds_them
 
 def test_layers_of_one_row_a_sample_are_compiled_ahead_with_one_row():
     model, _ = MODELS["flux"]()
-    linears = sp.Linears("int8", min_features=0, modulation="int8")
-    handle = sp.apply(model, sp.SageAttnProcessor("fast", linears=linears))
+    handle = sp.apply(model, sp.SageAttnProcessor(linears=sp.Linears(min_features=0, drop_weights=True)))
     kinds = [kind for kind in linear_kinds(handle._denoisers[0]) if kind.format == WEIGHT_ONLY]
     for layer in (model.transformer_blocks[0].norm1.linear, model.single_transformer_blocks[0].norm.linear):
         assert LinearKind(FLOAT, WEIGHT_ONLY, layer.in_features, layer.out_features, True) in kinds
