@@ -332,9 +332,16 @@ def test_8_bit_linear_layers_are_compiled_ahead_with_what_usually_surrounds_them
     assert joined == {single.proj_mlp.out_features} and len({kind.beside for kind in kinds}) == 2
 
 
-def test_layers_of_one_row_a_sample_are_compiled_ahead_with_one_row():
+def test_layers_of_one_row_a_sample_are_compiled_ahead_with_one_row(monkeypatch):
+    """They are swapped when 16-bit weights are dropped, after the other layers' kernels were begun."""
+    seen = []
+    monkeypatch.setattr(warm_up, "_on_a_gpu", lambda denoiser: True)
+    monkeypatch.setattr(warm_up, "_compile", lambda denoiser, *_, linears=None, **__: seen.append(
+        [kind.format for kind in linear_kinds(denoiser, linears)]
+    ))  # fmt: skip
     model, _ = MODELS["flux"]()
     handle = sp.apply(model, sp.SageAttnProcessor(linears=sp.Linears(min_features=0, drop_weights=True)))
+    assert "int8" in seen[0] and WEIGHT_ONLY not in seen[0] and WEIGHT_ONLY in seen[-1]
     kinds = [kind for kind in linear_kinds(handle._denoisers[0]) if kind.format == WEIGHT_ONLY]
     for layer in (model.transformer_blocks[0].norm1.linear, model.single_transformer_blocks[0].norm.linear):
         assert LinearKind(FLOAT, WEIGHT_ONLY, layer.in_features, layer.out_features, True) in kinds
