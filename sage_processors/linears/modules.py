@@ -24,7 +24,7 @@ from .postponed.activations import quantized
 from .postponed.columns import PostponedColumns
 from .postponed.linear import PostponedLinear, product
 from .postponed.norm import PostponedNorm
-from .weights.few_rows import in_16_bit_rows, is_few, pays_eagerly, stays_in_16_bit
+from .weights.few_rows import has_many_rows, in_16_bit_rows, is_few, pays_eagerly, stays_in_16_bit
 from .weights.linear_state import AT_REST, CALLED, DTYPES, EVENTS, FEW_ROWS, SHORT, LinearState, is_timed
 from .weights.storage import CODES, SCALE, as_saved, in_place, is_captured
 
@@ -81,6 +81,8 @@ def _reason_against(module, state: LinearState, x, weight, autocast: torch.dtype
         return "empty"
     if state.is_gated and stays_in_16_bit(state, x):
         return "gated"
+    if has_many_rows(state, x):
+        return "rows"
     if torch.is_grad_enabled():
         bias = module._parameters.get("bias")
         if x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad):

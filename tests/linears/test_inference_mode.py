@@ -360,3 +360,23 @@ def test_a_trace_hangs_on_what_the_model_was_given(how):
         x = torch.ones(3)
         traced = torch.jit.trace(model, x) if how == "jit" else make_fx(lambda y: model(y))(x)
         assert torch.equal(traced(torch.full((3,), 5.0)), torch.full((3,), 6.0))
+
+
+@pytest.mark.parametrize("change", ["load", "data", "in place"])
+def test_weights_that_became_inference_tensors_are_followed(change):
+    """`to(dtype)` and `.data =` turn the parameter itself into one, whose count of writes stands still."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).eval().requires_grad_(False)
+    swap, x = sp.quantize_linears(model, min_features=0), torch.randn(3, 64, dtype=torch.bfloat16)
+    with torch.inference_mode():
+        model.to(torch.bfloat16)
+        before = model(x)
+        if change == "load":
+            model.load_state_dict({name: value * 1.5 for name, value in model.state_dict().items()})
+        for parameter in model.parameters() if change != "load" else ():
+            if change == "data":
+                parameter.data = parameter * 1.5
+            else:
+                parameter.mul_(1.5)
+        after = model(x)
+        swap.remove()
+        assert relative_error(after, model(x)) < 0.03 and relative_error(before, after) > 0.2

@@ -19,7 +19,7 @@ CLOSE = 0.012
 
 
 def output(model, inputs):
-    found = model(**inputs)
+    found = model(**copy.deepcopy(inputs))  # hooks write to them
     return found[0] if isinstance(found, tuple) else found.to_tuple()[0]
 
 

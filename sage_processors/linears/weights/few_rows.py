@@ -14,6 +14,10 @@ from .linear_state import LinearState
 
 _DTYPES = (torch.float16, torch.bfloat16)
 _MOST_ROWS = max(row.rows for row in FEW_ROWS)
+# A layer whose weight alone is in 8 bit dequantises it for calls of more rows than this, as models with a timestep for
+# each token make. The kernel for few rows is slower than 16 bit at 64 already, and its partial sums would take four
+# times the memory of the result. Where dequantising begins to pay was not measured.
+_MOST_OF_WEIGHT_ONLY = 256
 
 
 def is_few(state: LinearState, x: torch.Tensor, dtype: torch.dtype) -> bool:
@@ -40,6 +44,11 @@ def stays_in_16_bit(state: LinearState, x: torch.Tensor) -> bool:
     if not state.is_gated or (state.probe is not None and state.probe.shared.on):
         return False
     return not is_few(state, x, x.dtype)
+
+
+def has_many_rows(state: LinearState, x: torch.Tensor) -> bool:
+    """Return True if a layer whose weight alone is in 8 bit should multiply these rows by the dequantised weight."""
+    return state.is_weight_only and x.numel() > _MOST_OF_WEIGHT_ONLY * x.shape[-1]
 
 
 def pays_eagerly(state: LinearState, x: torch.Tensor) -> bool:

@@ -32,25 +32,11 @@ CALLED = "called"
 # Slots of a layer's counter: calls in 8 bit, calls of few rows in 16 bit with the 8-bit weight, then reasons for calls
 # with the 16-bit weight.
 EVENTS = (
-    CALLED,
-    "few rows",
-    "training",
-    "gradient",
-    "autocast",
-    "dtype",
-    "rank",
-    "empty",
-    "subclass",
-    "device",
-    "weight",
-    "memory",
-    "short",
-    "gated",
-    "patched",
-    "other",
-)
+    CALLED, "few rows", "training", "gradient", "autocast", "dtype", "rank", "empty", "subclass", "device", "weight",
+    "memory", "short", "gated", "rows", "patched", "other",
+)  # fmt: skip
 SHORT, FEW_ROWS = EVENTS.index("short"), EVENTS.index("few rows")
-CHOSEN = ("empty", "short", "gated")  # reasons that are on purpose: neither logged nor an error
+CHOSEN = ("empty", "short", "gated", "rows")  # reasons that are on purpose: neither logged nor an error
 # Calls on a GPU with fewer multiply-adds run in 16 bit: 8 bit would save less time on the GPU than it takes on the
 # host (SDXL: kernels/NOTES.md). Calls that a CUDA graph captures take no time on the host and are not short.
 LEAST_WORK = 2**35
@@ -63,6 +49,7 @@ REMEDIES = {
     "memory": 'the GPU has no room for its 8-bit weight beside the 16-bit one: preset "small" drops the latter',
     "patched": "torch.nn.Linear.forward or F.linear was replaced: it runs in 8 bit with torch's own again",
     "gated": "behind a gated activation 8 bit is not exact enough for prompts; a rule in layers runs it in 8 bit",
+    "rows": "so many rows are multiplied by the dequantised weight: the kernel for few is slower then",
     "short": "too little work for 8 bit to pay: Linears(min_features=1024) runs it in 8 bit all the same",
 }
 _fallbacks = Fallbacks(EVENTS, "linear layer %s runs in 16 bit (reason: %s%s)", REMEDIES)
@@ -310,8 +297,7 @@ class LinearState:
 
     def keep(self, rows: QuantizedRows | None, device) -> None:
         """Store the 8-bit weight that `rows_from` returned, on `device`. None: the weight can't be quantised."""
-        self.version += 1
-        self.failed = rows is None
+        self.version, self.failed = self.version + 1, rows is None
         if rows is not None:
             self.storage.write(self.index, QuantizedRows(*(part.to(device) for part in rows)))
 
@@ -377,12 +363,15 @@ def _is_wrapped(parameter, known) -> bool:
 def _is_same(parameter, known, version: int | None) -> bool:
     """Return True if a parameter is the one that `known` refers to, unchanged since `version`.
 
-    A parameter with a gradient may have changed: an optimizer may write to it before the next call.
+    One with a gradient may have changed: an optimizer may write to it. One that became an inference tensor keeps its
+    count of writes, whatever is written.
     """
-    if parameter is not known() or version is None or version < 0:  # an inference tensor counts no writes
-        return False
-    is_same: bool = parameter._version == version and not (parameter.requires_grad and parameter.grad is not None)
-    return is_same
+    return (
+        parameter is known()
+        and not parameter.is_inference()
+        and parameter._version == version
+        and not (parameter.requires_grad and parameter.grad is not None)
+    )
 
 
 def _version(weight) -> int:

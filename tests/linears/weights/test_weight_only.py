@@ -264,3 +264,19 @@ def test_through_the_handle():
     assert found["x_embedder"] is found["proj_out"] is found["context_embedder"] is None
     handle.remove()
     assert "stay in 8 bit" in str(handle.report())
+
+
+def test_calls_of_many_rows_multiply_by_the_dequantised_weight():
+    """As in models with a timestep for each token; the kernel for few rows would need memory for its partial sums."""
+    model, _ = made()
+    layer, bias = model.norm_out.linear, model.norm_out.linear.bias.clone()
+    swap = dropped(model)
+    weight, x = codes_stand_for(layer), torch.randn(2, 200, 48)
+    compiled = torch.compile(layer, backend="eager")
+    with OpCounter() as ops:
+        for got in (layer(x), compiled(x)):
+            assert relative_error(got, F.linear(x.double(), weight, bias.double())) < 1e-6
+        assert ops.multiplied == 0
+        layer(x[:, :128])  # 256 rows
+    row = next(row for row in swap.report().rows if row["layer"] == "norm_out.linear")
+    assert (row["calls"], row["fallbacks"]) == (1, {"rows": 2})
