@@ -2,7 +2,7 @@
 
     python kernels/benchmarks/bench_pictures.py --case flux_1024 --case sdxl_1024 --whole
     python kernels/benchmarks/bench_pictures.py --case wan21_1_3b_480p81
-    python kernels/benchmarks/bench_pictures.py --case flux_1024 --whole --first-block-cache 0.7
+    python kernels/benchmarks/bench_pictures.py --case flux_1024 --whole --first-block-cache 0.6
     python kernels/benchmarks/bench_pictures.py --tiny --device cpu --no-save
 
 Random weights of the published shapes: text encoders, denoiser, scheduler, VAE. Ways, in turn (--ways): stock as it

@@ -81,14 +81,14 @@ def _reason_against(module, state: LinearState, x, weight, autocast: torch.dtype
         return "empty"
     if state.is_gated and stays_in_16_bit(state, x):
         return "gated"
-    if has_many_rows(state, x):
-        return "rows"
     if torch.is_grad_enabled():
         bias = module._parameters.get("bias")
         if x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad):
             return "gradient"
     if is_differentiating_forward() and (is_dual(x) or is_dual(weight)):
         return "gradient"
+    if has_many_rows(state, x):
+        return "rows"
     device = x.device
     if weight.device != device or device.type not in _DEVICES:
         return "device"

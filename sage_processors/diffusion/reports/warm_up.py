@@ -219,12 +219,13 @@ def linear_kinds(denoiser, linears=None) -> list[LinearKind]:
     for state in linears.states():
         module = state.storage.modules[state.index]
         depth, columns = module.in_features, module.out_features
+        plain = LinearKind(_dtype_of(module), state.format, depth, columns, module.bias is not None)
+        if state.is_weight_only:
+            found.append(plain)
+            continue
         is_joined = depth not in results and depth not in norms
         beside = next((depth - width for width in norms if depth - (width or depth) in results), 0) if is_joined else 0
-        plain = LinearKind(_dtype_of(module), state.format, depth, columns, module.bias is not None, beside=beside)
-        if state.is_weight_only:
-            found.append(plain._replace(beside=0))
-            continue
+        plain = plain._replace(beside=beside)
         widens = activations if columns > depth else ()
         kinds = [plain._replace(activation=name) for name in ("none", *sorted(widens))]
         kinds += [plain._replace(adds=True)] if columns in norms else []

@@ -47,7 +47,7 @@ def stays_in_16_bit(state: LinearState, x: torch.Tensor) -> bool:
 
 
 def has_many_rows(state: LinearState, x: torch.Tensor) -> bool:
-    """Return True if a layer whose weight alone is in 8 bit should multiply these rows by the dequantised weight."""
+    """Return True if a call of a weight-only layer has more rows than its kernel is for."""
     return state.is_weight_only and x.numel() > _MOST_OF_WEIGHT_ONLY * x.shape[-1]
 
 

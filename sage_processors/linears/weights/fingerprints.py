@@ -74,7 +74,7 @@ class WeightCheck:
         self._wanted += 1
 
     def make(self) -> None:
-        """Mark weights whose samples differ, so that they are quantised again. Syncs.
+        """Mark the weights that were written to without a count, to quantise them again. Syncs.
 
         Does nothing if no check is wanted, or while a CUDA graph or a trace is recorded.
         """
