@@ -97,7 +97,9 @@ def agreeing(plan, plan_scale, stats, is_channel, margin: float) -> torch.Tensor
 def steady_heads(agrees: torch.Tensor, plan, stats, is_channel, margin: float) -> torch.Tensor:
     """Return the mask of steady heads, bool [R].
 
-    In a steady head the step went as planned, and the middle of K's range hardly moved. agrees: as `agreeing` returns it.
+    In a steady head the step went as planned, and the middle of K's range hardly moved.
+
+    Args: agrees: as `agreeing` returns it.
     """
     reach = key_reach(plan, stats, is_channel)
     return agrees & (reach <= full_reach(margin) * STEADY_LIMIT)
