@@ -101,7 +101,8 @@ def test_opcheck_of_weights_alone_and_of_both_steps_in_one(device):
 
 def two_calls(x, weight, bias, gain, shift, gate):
     """A norm with its modulation, a matmul and what follows, as a block calls them."""
-    columns = quantize_activation(x, norm="layer", gain=gain, shift=shift)
+    format = "int8" if weight.codes.dtype == torch.int8 else "fp8"
+    columns = quantize_activation(x, norm="layer", gain=gain, shift=shift, format=format)
     return quantized_linear(columns, weight, bias, activation="gelu_tanh", gate=gate, residual=x, dtype=x.dtype)
 
 
