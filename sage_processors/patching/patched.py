@@ -12,9 +12,11 @@ import functools
 import operator
 import types
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import repeat
 from typing import Any
+
+from torch import nn
 
 
 class Watch:
@@ -54,10 +56,14 @@ class Watch:
         Each access must give the same object.
         """
         if isinstance(owner, types.ModuleType):
-            scope = vars(owner)
-            self._globals.setdefault((id(scope), name), (scope, name, scope.get(name)))
+            self.item(vars(owner), name)
         else:
             self._attributes.setdefault((id(owner), name), (owner, name, getattr(owner, name, None)))
+            self._lay_out()
+
+    def item(self, scope: dict[str, Any], name: str) -> None:
+        """Watch an item of a dictionary, such as the one that holds an object's attributes."""
+        self._globals.setdefault((id(scope), name), (scope, name, scope.get(name)))
         self._lay_out()
 
     def _lay_out(self) -> None:
@@ -89,6 +95,49 @@ class Watch:
             if getattr(owner, name, None) is not was:
                 found.append(f"{owner.__module__}.{owner.__qualname__}.{name}")
         return found
+
+
+def code_of(kinds: Iterable[Any], names: Iterable[str], is_followed: Callable[[Any], bool]) -> Watch:
+    """Watch methods of classes, and all functions and methods that they use, directly or through others.
+
+    Args:
+        kinds: classes. names: of their methods to begin with; a class may lack some.
+        is_followed(function): True if what a function uses is watched too.
+    """
+    watch, done = Watch(), set[Any]()
+    left = [(kind, name) for kind in kinds for name in names if hasattr(kind, name)]
+    for kind, name in left:  # grows
+        if (kind, name) in done:
+            continue
+        done.add((kind, name))
+        watch.attribute(kind, name)
+        functions = [*_with_wrapped(getattr(kind, name))]
+        for fn in functions:  # grows
+            if fn in done or not isinstance(fn, types.FunctionType) or not is_followed(fn):
+                continue
+            done.add(fn)
+            watch.function(fn)
+            left += [(kind, used) for used in _attributes(fn.__code__) if _is_own_method(kind, used)]
+            used = (scope.get(name) for scope, name in _lookups(fn.__code__, fn.__globals__))
+            functions += [inner for value in used for inner in _with_wrapped(value)]
+    return watch
+
+
+def _with_wrapped(function: Any) -> Iterator[Any]:
+    """Yield a function and those that its decorators wrapped."""
+    while isinstance(function, types.FunctionType):
+        yield function
+        function = getattr(function, "__wrapped__", None)
+
+
+def _is_own_method(kind: type, name: str) -> bool:
+    """Return True for a function that a class or one of its bases defines, but not nn.Module."""
+    for base in kind.__mro__:
+        if base is nn.Module:
+            return False
+        if name in vars(base):
+            return isinstance(vars(base)[name], types.FunctionType)
+    return False
 
 
 def with_helpers(fn: types.FunctionType) -> list[types.FunctionType]:
@@ -138,6 +187,13 @@ def _chains(code: types.CodeType) -> tuple[tuple[str, ...], ...]:
             goes_on = False
     inner = (x for x in code.co_consts if isinstance(x, types.CodeType))
     return tuple(dict.fromkeys([*map(tuple, chains), *(chain for nested in inner for chain in _chains(nested))]))
+
+
+@functools.lru_cache(2048)
+def _attributes(code: types.CodeType) -> frozenset[str]:
+    """Return the names of all attributes that a code object looks up, and those nested in it."""
+    own = {x.argval for x in dis.get_instructions(code) if x.opname in ("LOAD_ATTR", "LOAD_METHOD")}
+    return frozenset(own.union(*(_attributes(x) for x in code.co_consts if isinstance(x, types.CodeType))))
 
 
 class Owner:

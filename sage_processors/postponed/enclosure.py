@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch.nn.modules import module as nn_module
 
 from sage_kernels.compat import function_modes, is_differentiating_forward, is_traced
 
-from ..patching.patched import Watch
+from ..patching.patched import code_of
 from .library import is_library_class, is_library_function, is_pythons_function
 
 
@@ -66,11 +66,11 @@ class Enclosure:
         kinds = dict.fromkeys(
             x for own in self._kinds + self._processors for x in (own, getattr(own, "_sage_base", own))
         )
-        called = [(kind, name) for kind in kinds for name in ("forward", "__call__") if hasattr(kind, name)]
-        self._called, self._names = [kind for kind, _ in called], [name for _, name in called]
-        self._functions = list(map(getattr, self._called, self._names))
-        own = (fn for each in dict.fromkeys(self._functions) for fn in _with_wrapped(each))
-        self._watch = Watch(fn for fn in own if is_library_function(fn))
+        self._watch = code_of(kinds, _CALLED, _is_followed)
+        own = ((m, name, value) for m in inner for name, value in m.__dict__.items() if name != "processor")
+        self._put_on = [(m, name) for m, name, value in own if _is_function(value)]
+        for module, name in self._put_on:
+            self._watch.item(module.__dict__, name)
         bindings = [x for x in (getattr(kind, "_sage_binding", None) for kind in self._processors) if x is not None]
         self._bound = [(binding, binding.inner) for binding in bindings]
         self.obstacle = self._find(inner)
@@ -84,7 +84,6 @@ class Enclosure:
             and self._processors == [type(m.__dict__.get("processor")) for m in self._with_processor]
             and (not self._hooked or self._movers == [_movers(m) for m in self._hooked])
             and self._compiled == [own["_compiled_call_impl"] for own in self._once_compiled]
-            and self._functions == list(map(getattr, self._called, self._names))
             and all(binding.inner is known for binding, known in self._bound)
             and not self._watch.changed()
         )
@@ -93,18 +92,21 @@ class Enclosure:
         """Name the code that is not a library's, in a few words; "" if there is none."""
         for module in self.modules:
             if not _is_of_library(type(module)):
-                return f"a module of class {_name(module)}"
+                own = getattr(type(module), "_sage_base", type(module))
+                is_replaced = is_library_class(own)
+                return f"a replaced method of {own.__name__}" if is_replaced else f"a module of class {own.__name__}"
         for module in inner:
             own = module.__dict__
             if own.get("_compiled_call_impl") is not None:
                 return "a compiled module"
-            if "forward" in own and not _is_of_library_function(own["forward"]):
-                return f"a forward put on a {_name(module)}"
             for hook in (hook for name in _HOOKS for hook in own[name].values()):
                 if not _is_of_library_function(hook):
                     return f"a hook of a {_name(module)}"
             if not all(map(is_library_class, _movers(module))):
                 return f"a hook of a {_name(module)}"
+        for module, name in self._put_on:
+            if not _is_of_library_function(module.__dict__[name]):
+                return f"a {name} put on a {_name(module)}"
         for kind in self._processors:
             if not _is_of_library(kind):
                 return f"a processor of class {getattr(kind, '_sage_base', kind).__name__}"
@@ -140,10 +142,37 @@ def _movers(module: nn.Module) -> list[type]:
     return [type(x) for x in (*found, *getattr(registry, "hooks", {}).values())]
 
 
+# What runs when a module or a processor is called
+_CALLED = ("forward", "__call__", "_call_impl", "_wrapped_call_impl")
+# Code that is not read for what it uses: what every module has, our own, and what makes messages and asks for versions
+_NOT_FOLLOWED = (
+    "torch.nn.modules.module",
+    "sage_processors",
+    "sage_kernels",
+    *(f"{library}.utils" for library in ("accelerate", "diffusers", "peft", "transformers")),
+)
+
+
+def _is_followed(function: Any) -> bool:
+    """Return True if the names that a function uses are watched: code of models, and of torch's layers."""
+    name = function.__module__ or ""
+    is_tensors = name.startswith("torch.") and not name.startswith("torch.nn.modules.")
+    return is_library_function(function) and not is_tensors and not name.startswith(_NOT_FOLLOWED)
+
+
+def _is_function(value: Any) -> bool:
+    """Return True for what a module may call that is neither a module, a class nor its processor."""
+    if isinstance(value, (type, nn.Module, torch.Tensor)):
+        return False
+    return callable(value)
+
+
 def _is_of_library_function(called: Any) -> bool:
     """Return True if calling this function, method, partial or object runs code of a library."""
     while isinstance(called, functools.partial):
         called = called.func
+    if isinstance(called, (types.BuiltinFunctionType, torch.jit.ScriptFunction)):
+        return True
     if not isinstance(called, (types.FunctionType, types.MethodType)):
         called = getattr(type(called), "__call__", None)  # noqa: B004 (the function, not whether there is one)
     return is_library_function(called)
@@ -152,13 +181,6 @@ def _is_of_library_function(called: Any) -> bool:
 def _name(module: nn.Module) -> str:
     name: str = getattr(type(module), "_sage_base", type(module)).__name__
     return name
-
-
-def _with_wrapped(function: Any) -> Iterator[Any]:
-    """Yield a function and those that its decorators wrapped."""
-    while function is not None:
-        yield function
-        function = getattr(function, "__wrapped__", None)
 
 
 def _is_of_library(kind: type) -> bool:
