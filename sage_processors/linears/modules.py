@@ -285,6 +285,13 @@ class _SwappedLinear(Derived):
             dropped: Any = self._parameters["weight"] if state.dropped else None
             return super()._apply(applied, recurse)
 
+    def _load_from_state_dict(self, *args, **kwargs):
+        state = self.__dict__["_sage"]
+        with state.shared.lock:
+            if torch.__future__.get_swap_module_params_on_conversion():
+                state.let_go()
+            super()._load_from_state_dict(*args, **kwargs)
+
     def _save_to_state_dict(self, destination, prefix, keep_vars):
         state = self._sage
         if state.dropped and state.shared.saving == "refused":

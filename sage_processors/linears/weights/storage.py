@@ -97,7 +97,7 @@ class Storage:
     def turned(self, rows: torch.Tensor) -> torch.Tensor:
         """Return rows [N, ...] of one module in turns, value first."""
         halves = bits_of(rows).chunk(2)
-        return torch.stack(halves[::-1] if self.gate_first else halves, 1).flatten(0, 1).view(rows.dtype)
+        return _as_type(torch.stack(halves[::-1] if self.gate_first else halves, 1).flatten(0, 1), rows.dtype)
 
     def turned_back(self, columns: torch.Tensor) -> torch.Tensor:
         """Return columns [..., N] that are in turns in the module's own order."""
@@ -115,7 +115,7 @@ class Storage:
                 return rows
             return QuantizedRows(*(part.clone(memory_format=torch.contiguous_format) for part in rows))
         back = [self.turned_back(bits_of(part).movedim(0, -1)).movedim(-1, 0).contiguous() for part in rows]
-        return QuantizedRows(*(bits.view(part.dtype) for bits, part in zip(back, rows, strict=True)))
+        return QuantizedRows(*(_as_type(bits, part.dtype) for bits, part in zip(back, rows, strict=True)))
 
     def dequantized(self, index: int, dtype: torch.dtype, balance: torch.Tensor | None) -> torch.Tensor:
         """Return the weight [N, K] of one module in a 16-bit type or fp32, in its own order of rows.
@@ -220,6 +220,11 @@ def as_saved(rows: QuantizedRows, balance: Any) -> dict[str, torch.Tensor]:
 def bits_of(x: torch.Tensor) -> torch.Tensor:
     """View FP8 as bytes, since few operations take FP8; return any other tensor as it is."""
     return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
+
+
+def _as_type(bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Undo `bits_of`. torch.jit.trace can't record a view of another type, so there is none without need."""
+    return bits if bits.dtype == dtype else bits.view(dtype)
 
 
 def placeholder(shape, dtype, device) -> nn.Parameter:
