@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -57,7 +59,7 @@ def replaced_call_of_all_modules(model, patch, seen):
 def function_in_the_place_of_a_module(model, patch, seen):
     for layer in model.model.layers:
         del layer.mlp.act_fn
-        layer.mlp.act_fn = seen_by(seen, F.silu)
+        layer.mlp.act_fn = functools.partial(seen_by(seen, F.silu), inplace=False)
 
 
 def another_function_of_a_module(model, patch, seen):
