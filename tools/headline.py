@@ -73,17 +73,20 @@ FIGURES = (
         same_way="torch_sdpa_default",
     ),
     Figure(
-        "one forward, both compiled, with CUDA graphs", "end_to_end", "flux_1024/compiled_graphs", "time",
-        _milliseconds, f"{DEFAULT_RECIPE}+linears_int8",
-    ),
-    Figure(
-        "SDXL at 1024², a picture of 30 steps, from timed steps", "picture", "sdxl_1024/computed", "time", _seconds,
+        "FLUX.1 at 2048², a picture of 28 steps*", "picture", "flux_2048/computed", "time", _seconds,
         same_way="torch_sdpa_default",
     ),
-    Figure("Wan 2.1 1.3B, 480p, 81 frames, one forward", "models", "wan21_1_3b_480p81", "time", _milliseconds),
     Figure(
-        "the same, both compiled", "end_to_end", "wan21_1_3b_480p81/compiled", "time", _milliseconds,
-        "qk_int8_pv_fp8+linears_int8",
+        "Qwen-Image at 1328², a picture of 50 steps*", "picture", "qwen_image_1328/computed", "time", _seconds,
+        same_way="torch_sdpa_default",
+    ),
+    Figure(
+        "SDXL at 1024², a picture of 30 steps*", "picture", "sdxl_1024/computed", "time", _seconds,
+        same_way="torch_sdpa_default",
+    ),
+    Figure(
+        "Wan 2.1 1.3B, a clip of 81 frames, 480p, 50 steps*", "clip", "wan21_1_3b_480p81/computed", "time", _seconds,
+        same_way="torch_sdpa_default",
     ),
     Figure(
         "attention alone, 16,384 tokens, head_dim 128", "attention_fwd", "D128_N16384_full/drift", "throughput",

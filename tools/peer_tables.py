@@ -16,18 +16,28 @@ OTHERS = ("sageattention", "flash_attn", "torch_flex", "torchao_fp8_attention") 
 def peers(rows: list[dict[str, str]]) -> str:
     """Return a table of attention of other packages and of ours, newest runs: TFLOPS and error, by shape."""
     rows = [row for row in rows if (row["suite"], row["metric"]) == ("attention_fwd", "throughput")]
-    return _of_runs(rows, PEER_CASES, "shape", "`make bench` with other packages installed")
+    ways = [("torch_sdpa_cudnn", ""), *(("sage_kernels", x) for x in (DEFAULT_RECIPE, FP8_RECIPE))]
+    return _of_runs(rows, PEER_CASES, "shape", "`make bench` with other packages installed", ways)
 
 
 def peer_models(rows: list[dict[str, str]]) -> str:
-    """Return the same table of forwards of whole models, in ms."""
-    rows = [row for row in rows if (row["suite"], row["metric"]) == ("end_to_end", "time")]
-    cases = tuple(dict.fromkeys(row["case"] for row in rows if row["provider"].startswith(OTHERS)))
-    return _of_runs(rows, cases, "model", "`bench_end_to_end.py` with `--rival` and an attention")
+    """Return the same table of whole pictures and clips, in seconds."""
+    rows = [row for row in rows if row["suite"] in ("picture", "clip") and row["metric"] == "time"]
+    cases = tuple(dict.fromkeys(row["case"] for row in rows if _is_whole(row["case"])))
+    ways = [
+        ("torch_sdpa_default", ""),
+        ("torch_compiled_cudnn", ""),
+        *(("sage_kernels", x) for x in (DEFAULT_RECIPE, "preset_fast")),
+    ]
+    return _of_runs(rows, cases, "model", "`bench_pictures.py` with other packages installed", ways)
 
 
-def _of_runs(rows: list[dict[str, str]], cases: tuple[str, ...], what: str, without: str) -> str:
-    lines, columns = [], [("torch_sdpa_cudnn", ""), ("sage_kernels", DEFAULT_RECIPE), ("sage_kernels", FP8_RECIPE)]
+def _of_runs(rows: list[dict[str, str]], cases: tuple[str, ...], what: str, without: str, ways: list) -> str:
+    """Return a table of each case's newest run with another package.
+
+    ways: (provider, recipe) of stock and of ours, the first columns.
+    """
+    lines, columns = [], list(ways)
     for case in cases:
         timed = [row for row in rows if row["case"] == case]
         runs = [row["commit"] for row in timed if row["provider"].startswith(OTHERS)]

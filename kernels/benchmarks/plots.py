@@ -37,6 +37,7 @@ PARTS = (
     "INT8 linear layers with their norms and activations", "CUDA graphs",
 )  # fmt: skip
 FEWEST_WAYS = 3  # fewest ways to draw that make a panel
+PANELS = 3  # pictures and clips in a line
 
 
 def newest(rows: Rows) -> Rows:
@@ -109,11 +110,17 @@ def draw_wholes(rows: Rows):
     A panel for each model's newest run. Returns a Figure, or None without one.
     """
     rows = [r for r in rows if r["suite"] in ("picture", "clip") and r["metric"] == "time"]
-    models = list(dict.fromkeys(row["case"].removesuffix("/rest") for row in rows if row["case"].endswith("/rest")))
+    cases = dict.fromkeys(row["case"] for row in rows)
+    models = [case for case in cases if f"{case}/rest" in cases]
+    ours = {(row["case"], row["commit"]) for row in rows if row["provider"] == "sage_kernels"}
+    models = [m for m in models if (m, [r for r in rows if r["case"] == m][-1]["commit"]) in ours]
     if not models:
         return None
-    figure, axes = drawing.figure(1, len(models), width=3.6 * len(models), height=2.8)
-    for place, model in zip(axes[0], models, strict=True):
+    lines = -(-len(models) // PANELS)
+    figure, axes = drawing.figure(lines, min(PANELS, len(models)), width=12, height=2.6 * lines)
+    for unused in axes.flat[len(models) :]:
+        unused.set_axis_off()
+    for place, model in zip(axes.flat, models, strict=False):
         run = [row for row in rows if row["case"] == model]
         run = newest([row for row in run if row["commit"] == run[-1]["commit"]])
         whole = [float(row["median"]) for row in run]
@@ -130,7 +137,8 @@ def draw_wholes(rows: Rows):
         place.invert_yaxis()
         place.grid(axis="y", visible=False)
         place.margins(x=0.18)
-        place.set(xlabel="s", title=model)
+        place.set_xlabel("s")
+        place.set_title(model, fontsize=10)
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=9)
     return figure
 

@@ -171,7 +171,7 @@ def _is_of_library_function(called: Any) -> bool:
     """Return True if calling this function, method, partial or object runs code of a library."""
     while isinstance(called, functools.partial):
         called = called.func
-    if isinstance(called, (types.BuiltinFunctionType, torch.jit.ScriptFunction)):
+    if isinstance(called, types.BuiltinFunctionType):
         return True
     if not isinstance(called, (types.FunctionType, types.MethodType)):
         called = getattr(type(called), "__call__", None)  # noqa: B004 (the function, not whether there is one)
