@@ -15,6 +15,7 @@ from ..files.strict_json import some, strict_json
 
 MAX_HEADER_BYTES = 64 * 2**20
 NAMES = {torch.int8: "I8", torch.float8_e4m3fn: "F8_E4M3", torch.float32: "F32"}
+_SCALE = ".weight_scale"  # how names of the scales of 8-bit layers end
 _LOAD_AGAIN = "copy or download the folder again"
 
 
@@ -32,6 +33,17 @@ def check_files(paths: Iterable[str | os.PathLike[str]], expected: Mapping[str, 
                 f"{path.name}: got {path.suffix!r}, expected .safetensors: 8-bit weights are in no other files"
             )
     missing = sorted(set(expected) - set(found))
+    unknown = sorted(name for name in found if name.endswith(_SCALE) and name not in expected) if expected else []
+    if unknown:
+        raise ValueError(
+            f"files: got 8-bit layers {some(unknown)} that quantization_config in config.json does not name, expected "
+            f"the same ones in both; {_LOAD_AGAIN}"
+        )
+    if missing and all(_is_in_16_bit(name, found) for name in missing):
+        raise ValueError(
+            f"files: got 16-bit weights without {some(missing)}, expected 8-bit ones, as quantization_config in "
+            "config.json says; remove that entry to load this folder"
+        )
     if missing:
         raise ValueError(
             f"files: got no tensors {some(missing)}, expected the 8-bit layers of config.json; {_LOAD_AGAIN}"
@@ -44,6 +56,12 @@ def check_files(paths: Iterable[str | os.PathLike[str]], expected: Mapping[str, 
                 f"files: got {got} for {name}, expected {NAMES[dtype]} {list(shape)}, as quantization_config in "
                 "config.json says; for a folder in 16 bit remove that entry, else save the model again"
             )
+
+
+def _is_in_16_bit(name: str, found: Mapping[str, Any]) -> bool:
+    """Return True for the name of a scale whose weight the files have in 16 or 32 bit."""
+    weight = found.get(name.removesuffix(_SCALE) + ".weight", {})
+    return name.endswith(_SCALE) and weight.get("dtype") in ("BF16", "F16", "F32")
 
 
 def _header(path: Path) -> dict[str, Any]:

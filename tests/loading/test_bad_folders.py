@@ -57,6 +57,12 @@ def in_16_bit(tensors, name):
     tensors[f"{name}.weight"] = tensors[f"{name}.weight"][0].float()
 
 
+def all_in_16_bit(tensors, name):
+    for key in [key for key in tensors if key.endswith(".weight_scale")]:
+        del tensors[key]
+        in_16_bit(tensors, key.removesuffix(".weight_scale"))
+
+
 DAMAGES = {
     "newer": (
         config_of(lambda c, n: c.update(format_version=9)),
@@ -69,6 +75,8 @@ DAMAGES = {
     "other_format": (config_of(lambda c, n: c["modules"].update({n: "fp8"})), "got I8 .*expected F8_E4M3"),
     "half": (cut, "it is not whole; copy or download the folder again|Unable to load weights"),
     "16_bit": (tensors_of(in_16_bit), "got F32 .*expected I8 .*for a folder in 16 bit remove that entry"),
+    "all_16_bit": (tensors_of(all_in_16_bit), "got 16-bit weights without .*remove that entry"),
+    "unnamed": (config_of(lambda c, n: c["modules"].pop(n)), "does not name, expected the same ones in both"),
     "missing": (tensors_of(lambda t, n: t.pop(f"{n}.weight_scale")), "got no tensors .*weight_scale"),
     "absurd": (tensors_of(lambda t, n: t[f"{n}.weight_scale"].view(-1)[3:4].fill_(1e38)), "that no weight has"),
     "nan": (tensors_of(lambda t, n: t[f"{n}.weight_scale"].view(-1)[3:4].fill_(torch.nan)), "that no weight has"),

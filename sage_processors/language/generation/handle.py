@@ -98,14 +98,15 @@ class LanguageHandle:
         if self._last_report is not None:
             return self._last_report
         found = attention_report(self.model)
-        lines = [heading(self.config), *self._notes]
+        found.heading = heading(self.config)
+        lines = [*self._notes]
         if self.graphs is not None:
             eager = ", ".join(f"{reason} {number}" for reason, number in sorted(self.graphs.eager.items()))
             lines.append(
                 f"{self.graphs.replays} decode steps came from CUDA graphs ({self.graphs.captures} captured)"
                 f"{'; eager ones: ' + eager if eager else ''}."
             )
-        found.notes[:0] = [line for line in lines if line]
+        found.notes[:0] = lines
         return found
 
     def remove(self) -> None:
