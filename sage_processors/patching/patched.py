@@ -32,7 +32,7 @@ class Watch:
         """
         self._globals: dict[tuple[int, str], tuple[dict[str, Any], str, Any]] = {}
         self._attributes: dict[tuple[int, str], tuple[Any, str, Any]] = {}
-        self._lay_out()
+        self._columns: list[list[Any]] | None = None  # of the two above, for comparisons; made when they are needed
         for fn in functions:
             self.function(fn)
         for cls, name in methods:
@@ -48,7 +48,7 @@ class Watch:
         for scope, name in _lookups(fn.__code__, fn.__globals__):
             was = (seen if seen is not None and scope is fn.__globals__ else scope).get(name)
             self._globals.setdefault((id(scope), name), (scope, name, was))
-        self._lay_out()
+        self._columns = None
 
     def attribute(self, owner: Any, name: str) -> None:
         """Watch an attribute of a module, or a method of a class, inherited ones included.
@@ -59,15 +59,12 @@ class Watch:
             self.item(vars(owner), name)
         else:
             self._attributes.setdefault((id(owner), name), (owner, name, getattr(owner, name, None)))
-            self._lay_out()
+            self._columns = None
 
     def item(self, scope: dict[str, Any], name: str) -> None:
         """Watch an item of a dictionary, such as the one that holds an object's attributes."""
         self._globals.setdefault((id(scope), name), (scope, name, scope.get(name)))
-        self._lay_out()
-
-    def _lay_out(self) -> None:
-        self._columns = [list(zip(*x.values(), strict=True)) for x in (self._globals, self._attributes)]
+        self._columns = None
 
     def functions(self) -> list[types.FunctionType]:
         """Return the watched objects that are functions in Python."""
@@ -76,6 +73,8 @@ class Watch:
 
     def changed(self) -> bool:
         """True if one of the names now means another object."""
+        if self._columns is None:
+            self._columns = [list(zip(*x.values(), strict=True)) for x in (self._globals, self._attributes)]
         scopes, attributes = self._columns
         if scopes and not all(map(operator.is_, map(dict.get, scopes[0], scopes[1]), scopes[2])):
             return True

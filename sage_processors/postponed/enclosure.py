@@ -67,8 +67,8 @@ class Enclosure:
             x for own in self._kinds + self._processors for x in (own, getattr(own, "_sage_base", own))
         )
         self._watch = code_of(kinds, _CALLED, _is_followed)
-        own = ((m, name, value) for m in inner for name, value in m.__dict__.items() if name != "processor")
-        self._put_on = [(m, name) for m, name, value in own if _is_function(value)]
+        own = ((m, name, value) for m in inner for name, value in m.__dict__.items() if callable(value))
+        self._put_on = [(m, name) for m, name, value in own if name != "processor" and not isinstance(value, _OTHERS)]
         for module, name in self._put_on:
             self._watch.item(module.__dict__, name)
         bindings = [x for x in (getattr(kind, "_sage_binding", None) for kind in self._processors) if x is not None]
@@ -142,6 +142,7 @@ def _movers(module: nn.Module) -> list[type]:
     return [type(x) for x in (*found, *getattr(registry, "hooks", {}).values())]
 
 
+_OTHERS = (type, nn.Module)  # what may be called and is looked at elsewhere, or never called
 # What runs when a module or a processor is called
 _CALLED = ("forward", "__call__", "_call_impl", "_wrapped_call_impl")
 # Code that is not read for what it uses: what every module has, our own, and what makes messages and asks for versions
@@ -156,15 +157,8 @@ _NOT_FOLLOWED = (
 def _is_followed(function: Any) -> bool:
     """Return True if the names that a function uses are watched: code of models, and of torch's layers."""
     name = function.__module__ or ""
-    is_tensors = name.startswith("torch.") and not name.startswith("torch.nn.modules.")
-    return is_library_function(function) and not is_tensors and not name.startswith(_NOT_FOLLOWED)
-
-
-def _is_function(value: Any) -> bool:
-    """Return True for what a module may call that is neither a module, a class nor its processor."""
-    if isinstance(value, (type, nn.Module, torch.Tensor)):
-        return False
-    return callable(value)
+    is_operation = name.startswith("torch.") and not name.startswith("torch.nn.modules.")
+    return is_library_function(function) and not is_operation and not name.startswith(_NOT_FOLLOWED)
 
 
 def _is_of_library_function(called: Any) -> bool:
