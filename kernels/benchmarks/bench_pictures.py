@@ -22,6 +22,8 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
+import statistics
 import sys
 import time
 from functools import partial
@@ -77,12 +79,14 @@ class Drawn(NamedTuple):
     Attributes:
         first, later: seconds of the first picture and of a later one. step: seconds of a denoising step, later ones.
         peak: GiB; None on a CPU.
+        slowest: longest step of a later picture over the median step; None where none was drawn whole by ours.
     """
 
     first: float | None
     later: float
     step: float
     peak: float | None
+    slowest: float | None
 
 
 def seconds(painter: Painter, steps: int, output_type: str = "pil") -> float:
@@ -92,6 +96,19 @@ def seconds(painter: Painter, steps: int, output_type: str = "pil") -> float:
     painter.draw(steps, output_type)
     _wait(painter.device)
     return time.perf_counter() - began
+
+
+def slowest_step(painter: Painter, steps: int) -> float:
+    """Return the longest step of a picture over its median step, with a sync after each."""
+    ends: list[float] = []
+
+    def ended() -> None:
+        _wait(painter.device)
+        ends.append(time.perf_counter())
+
+    painter.draw(steps, "latent", ended)
+    times = [b - a for a, b in itertools.pairwise(ends)]
+    return max(times) / statistics.median(times)
 
 
 def _wait(device: torch.device) -> None:
@@ -114,6 +131,7 @@ def measure(painter: Painter, way: Way, whole: bool) -> tuple[Drawn, torch.Tenso
             painter.draw(CAPTURED, "latent")
         latents = painter.draw(CHECKED_STEPS, "latent").float().clone()
         _reset_peak(device)
+        slowest = None
         if whole:
             later = seconds(painter, steps)
             step = (later - seconds(painter, FEW)) / (steps - FEW)
@@ -122,8 +140,10 @@ def measure(painter: Painter, way: Way, whole: bool) -> tuple[Drawn, torch.Tenso
             step = (seconds(painter, FEW + MORE, "latent") - seconds(painter, FEW, "latent")) / MORE
             later = few + (steps - FEW) * step
         peak = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None
+        if whole and way.provider == OURS and not getattr(painter.denoiser, "is_cache_enabled", False):
+            slowest = slowest_step(painter, steps)
         exact = handle.report().fallbacks if hasattr(handle, "report") else {}
-    return Drawn(first, later, step, peak), latents, dict(exact)
+    return Drawn(first, later, step, peak, slowest), latents, dict(exact)
 
 
 def _reset_peak(device: torch.device) -> None:
@@ -183,6 +203,8 @@ def save(csv: Path, drawing, way: Way, drawn: Drawn, ratio, l1: float, l2: float
         append_row(csv, **shared, case=f"{case}/{part}", metric="time", unit="s", median=f"{value:.5f}")
     if drawn.peak is not None:
         append_row(csv, **shared, case=case, metric="peak_memory", unit="GiB", median=f"{drawn.peak:.3f}")
+    if drawn.slowest is not None:
+        append_row(csv, **shared, case=case, metric="slowest_step", unit="1", median=f"{drawn.slowest:.3f}")
     if quantizes:
         append_row(csv, **shared, case=case, metric="rel_l1", unit="1", median=f"{l1:.5f}")
 

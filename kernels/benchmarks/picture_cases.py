@@ -95,12 +95,19 @@ class Painter:
             outs[name] = self.texts[name](ids, output_hidden_states=True)
         return self.drawing.encoded(outs)
 
-    def draw(self, steps: int, output_type: str = "pil"):
-        """Draw from a prompt's ids to pixels, as `output_type` says, or to latents."""
+    def draw(self, steps: int, output_type: str = "pil", on_step: Callable[[], object] | None = None):
+        """Draw from a prompt's ids to pixels, as `output_type` says, or to latents.
+
+        on_step(): called in front of the first step and after each.
+        """
+        arguments = self.arguments()
+        if on_step is not None:
+            on_step()
         generator = torch.Generator(self.device).manual_seed(0)
+        told = {} if on_step is None else {"callback_on_step_end": lambda *_: on_step() or {}}
         return self.pipe(
-            **self.arguments(), **self.drawing.given, num_inference_steps=steps, generator=generator,
-            output_type=output_type, return_dict=False,
+            **arguments, **self.drawing.given, num_inference_steps=steps, generator=generator,
+            output_type=output_type, return_dict=False, **told,
         )[0]  # fmt: skip
 
 

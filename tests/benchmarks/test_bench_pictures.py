@@ -32,7 +32,8 @@ def test_every_way_has_its_rows(bench, tmp_path):
     ways = [("torch_sdpa_default", ""), ("torch_sdpa_cudnn", ""), ("torch_compiled_cudnn", "")]
     ways += [("sage_kernels", "qk_int8_pv_bf16"), ("sage_kernels", "preset_fast")]
     timed = {(*way, case, "time") for way in ways for case in ("", "/first", "/step", "/rest")}
-    assert found == timed | {(*way, "", "rel_l1") for way in ways[3:]}
+    assert found == timed | {(*way, "", metric) for way in ways[3:] for metric in ("rel_l1", "slowest_step")}
+    assert all(float(row["median"]) >= 1 for row in rows if row["metric"] == "slowest_step")
     assert all(float(row["median"]) > 0 for row in rows if row["case"].endswith(("tiny", "first")))
 
 
