@@ -116,7 +116,7 @@ def code_of(kinds: Iterable[Any], names: Iterable[str], is_followed: Callable[[A
                 continue
             done.add(fn)
             watch.function(fn)
-            left += [(kind, used) for used in _attributes(fn.__code__) if _is_own_method(kind, used)]
+            left += [(kind, used) for used in methods_used(kind, fn)]
             used = (scope.get(name) for scope, name in _lookups(fn.__code__, fn.__globals__))
             functions += [inner for value in used for inner in _with_wrapped(value)]
     return watch
@@ -127,6 +127,11 @@ def _with_wrapped(function: Any) -> Iterator[Any]:
     while isinstance(function, types.FunctionType):
         yield function
         function = getattr(function, "__wrapped__", None)
+
+
+def methods_used(kind: type, fn: types.FunctionType) -> list[str]:
+    """Return the names of a class's own methods that the code of a function looks up."""
+    return [name for name in _attributes(fn.__code__) if _is_own_method(kind, name)]
 
 
 def _is_own_method(kind: type, name: str) -> bool:

@@ -14,6 +14,7 @@ from diffusers.models.transformers import transformer_flux
 
 import sage_processors as sp
 from sage_processors.diffusion.calls import sage_class
+from sage_processors.diffusion.graphs.model_state import watch_of
 from tests.diffusion.calls import test_processors
 from tests.diffusion.calls.test_processors import (
     HelperProcessor,
@@ -263,3 +264,15 @@ def test_a_captured_forward_is_captured_anew(patch, monkeypatch):
         assert graphs.replays and recorder.captures == 1
         after = patched_forward(monkeypatch, model, inputs, *patch)
         assert graphs.eager["changed"] == 1 and not torch.equal(after, before)
+
+
+def test_graphs_notice_a_method_that_a_forward_calls(monkeypatch):
+    from diffusers.models.activations import GELU
+
+    model, _ = MODELS["flux"]()
+    watch, own = watch_of(model.modules()), GELU.gelu
+    assert not watch.changed()
+    monkeypatch.setattr(GELU, "gelu", lambda self, x: own(self, x))
+    assert watch.changed()
+    monkeypatch.undo()
+    assert not watch.changed()

@@ -20,7 +20,7 @@ from torch.nn.modules import module as nn_module
 from ...linears.swap_hooks import EndHook, PrepareHook
 from ...linears.weights.linear_state import linear_state
 from ...patching.other_globals import innermost
-from ...patching.patched import Watch, with_helpers
+from ...patching.patched import Watch, methods_used, with_helpers
 from ...postponed.tensor import version_of
 from ...torch_modes import AsUnderNoGrad
 from ..host.innermost import hooks_of, moving_hooks
@@ -118,11 +118,13 @@ def watch_of(modules: Iterable[nn.Module]) -> Watch:
     watch = Watch(methods=[(F, "scaled_dot_product_attention")])
     owners: list[tuple[Any, str]] = [(type(module), "forward") for module in modules]
     owners += [(type(module.processor), "__call__") for module in modules if hasattr(module, "processor")]
-    for cls, name in dict.fromkeys((getattr(cls, "_sage_base", cls), name) for cls, name in owners):
+    left = list(dict.fromkeys((getattr(cls, "_sage_base", cls), name) for cls, name in owners))
+    for cls, name in left:  # grows
         watch.attribute(cls, name)
         own = innermost(getattr(cls, name))
         for function in with_helpers(own) if isinstance(own, types.FunctionType) else ():
             watch.function(function)
+            left += [pair for used in methods_used(cls, function) if (pair := (cls, used)) not in left]
     return watch
 
 

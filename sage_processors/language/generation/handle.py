@@ -99,7 +99,7 @@ class LanguageHandle:
             return self._last_report
         found = attention_report(self.model)
         found.heading = heading(self.config)
-        lines = [*self._notes]
+        lines = list(self._notes)
         if self.graphs is not None:
             eager = ", ".join(f"{reason} {number}" for reason, number in sorted(self.graphs.eager.items()))
             lines.append(
