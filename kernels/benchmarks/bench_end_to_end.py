@@ -1,12 +1,10 @@
 """Time forwards of whole models, stock and in INT8, with rows of suite end_to_end.
 
     python kernels/benchmarks/bench_end_to_end.py                         # every case, about four minutes on an H200
-    python kernels/benchmarks/bench_end_to_end.py --case flux_1024 --min-tokens 0 --no-save
     python kernels/benchmarks/bench_end_to_end.py --tiny --device cpu --csv rows.csv
     python kernels/benchmarks/bench_end_to_end.py --case flux_1024 --called compiled
     python kernels/benchmarks/bench_end_to_end.py --case flux_1024 --called cuda_graph  # or compiled_graphs
     python kernels/benchmarks/bench_end_to_end.py --case flux_1024 --called captured --together 4
-    python kernels/benchmarks/bench_end_to_end.py --case flux_1024 --linears int8
     python kernels/benchmarks/bench_end_to_end.py --case wan21_1_3b_480p81 --skip 50 --recipe qk_int8_pv_fp8
     … --skip 50 --compensate --linears int8 --called captured             # with everything that "fast" has
 
@@ -95,13 +93,17 @@ class Measured(NamedTuple):
 
 @contextmanager
 def compiled_blocks(model, *, graphs: bool = False):
-    """Compile the model's repeated blocks inside of the with-statement.
+    """Compile repeated blocks inside of the with-statement: those diffusers names, or all in module lists.
 
     Args: graphs: with a CUDA graph of each block, recorded by the compiler.
     """
     torch.compiler.reset()
     mode = {"mode": "reduce-overhead"} if graphs else {}
-    model.compile_repeated_blocks(fullgraph=True, backend=COMPILER, **mode)
+    if getattr(model, "_repeated_blocks", None):
+        model.compile_repeated_blocks(fullgraph=True, backend=COMPILER, **mode)
+    else:
+        for block in (x for blocks in model.modules() if isinstance(blocks, torch.nn.ModuleList) for x in blocks):
+            block.compile(backend=COMPILER, **mode)
     try:
         yield
     finally:
