@@ -5,6 +5,7 @@ from __future__ import annotations
 from sage_kernels.facts.recipe import DEFAULT_RECIPE, FP8_RECIPE
 from sage_kernels.results import DRIFT
 
+from .headline import COMPILED, OURS
 from .tables import markdown_table
 
 
@@ -26,8 +27,8 @@ def peer_models(rows: list[dict[str, str]]) -> str:
     cases = tuple(dict.fromkeys(row["case"] for row in rows if _is_whole(row["case"])))
     ways = [
         ("torch_sdpa_default", ""),
-        ("torch_compiled_cudnn", ""),
-        *(("sage_kernels", x) for x in (DEFAULT_RECIPE, "preset_fast")),
+        (COMPILED, ""),
+        *((OURS, x) for x in (DEFAULT_RECIPE, "preset_fast")),
     ]
     return _of_runs(rows, cases, "model", "`bench_pictures.py` with other packages installed", ways)
 
@@ -59,10 +60,19 @@ def _of_runs(rows: list[dict[str, str]], cases: tuple[str, ...], what: str, with
     return markdown_table([what, "commit", *(recipe or provider for provider, recipe in columns)], body)
 
 
+def shown_runs(rows: list[dict[str, str]]) -> dict[str, str]:
+    """Return {case: commit} of whole pictures and clips: the newest run of ours, one with compiled stock first."""
+    timed = [row for row in rows if row["suite"] in ("picture", "clip") and row["metric"] == "time"]
+    timed = [row for row in timed if _is_whole(row["case"])]
+    compiled = {(row["case"], row["commit"]) for row in timed if row["provider"] == COMPILED}
+    ours = [(row["case"], row["commit"]) for row in timed if row["provider"] == OURS]
+    return dict(ours) | dict(run for run in ours if run in compiled)
+
+
 def whole_pictures(rows: list[dict[str, str]]) -> str:
-    """Return a table of whole pictures and clips, in seconds, with the newest run of each model."""
+    """Return a table of whole pictures and clips, in seconds, with the run of each model that is shown."""
+    newest = shown_runs(rows)
     rows = [row for row in rows if row["suite"] in ("picture", "clip")]
-    newest = {row["case"]: row["commit"] for row in rows if row["metric"] == "time" and _is_whole(row["case"])}
     lines = []
     for case, commit in newest.items():
         run = {(r["provider"], r["recipe"], r["case"], r["metric"]): r for r in rows if r["commit"] == commit}

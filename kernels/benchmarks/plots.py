@@ -25,6 +25,7 @@ import drawing  # noqa: E402
 from sage_kernels.facts.recipe import DEFAULT_RECIPE  # noqa: E402
 from sage_kernels.results import DRIFT, is_crossover_row, is_scaling_row, read_rows  # noqa: E402
 from sage_processors.evaluation.metrics import Interval  # noqa: E402
+from tools.peer_tables import shown_runs  # noqa: E402
 
 
 Rows = list[dict[str, str]]
@@ -107,13 +108,11 @@ def draw_rivals(rows: Rows):
 def draw_wholes(rows: Rows):
     """Draw seconds of whole pictures and clips: a bar for each way, denoising and the rest stacked.
 
-    A panel for each model's newest run. Returns a Figure, or None without one.
+    A panel for each model's run that the tables show. Returns a Figure, or None without one.
     """
+    runs = shown_runs(rows)
     rows = [r for r in rows if r["suite"] in ("picture", "clip") and r["metric"] == "time"]
-    cases = dict.fromkeys(row["case"] for row in rows)
-    models = [case for case in cases if f"{case}/rest" in cases]
-    ours = {(row["case"], row["commit"]) for row in rows if row["provider"] == "sage_kernels"}
-    models = [m for m in models if (m, [r for r in rows if r["case"] == m][-1]["commit"]) in ours]
+    models = [case for case in runs if any(row["case"] == f"{case}/rest" for row in rows)]
     if not models:
         return None
     lines = -(-len(models) // PANELS)
@@ -121,11 +120,11 @@ def draw_wholes(rows: Rows):
     for unused in axes.flat[len(models) :]:
         unused.set_axis_off()
     for place, model in zip(axes.flat, models, strict=False):
-        run = [row for row in rows if row["case"] == model]
-        run = newest([row for row in run if row["commit"] == run[-1]["commit"]])
+        own = [row for row in rows if row["commit"] == runs[model]]
+        run = newest([row for row in own if row["case"] == model])
         whole = [float(row["median"]) for row in run]
         rest = [
-            float([r for r in rows if r["case"] == f"{model}/rest" and _provider(r) == _provider(row)][-1]["median"])
+            float([r for r in own if r["case"] == f"{model}/rest" and _provider(r) == _provider(row)][-1]["median"])
             for row in run
         ]
         steps = [a - b for a, b in zip(whole, rest, strict=True)]

@@ -58,14 +58,16 @@ def test_a_figure_stands_beside_stock_of_its_own_run(tmp_path):
     append_row(path, **timed, **ours, commit="a", median=700)
     assert figures_markdown(read_rows(path)) == "No rows yet."  # held against nothing
     append_row(path, **timed, provider="torch_sdpa_flash", commit="a", median=300)  # of another run
-    for provider, median in ((figure.same_way, 900), ("torch_flex", 800), ("sageattention_9", 500)):
+    for provider, median in ((figure.same_way, 900), (figure.beside, 800), ("sageattention_9", 500)):
         append_row(path, **timed, provider=provider, commit="b", median=median)
     append_row(path, **timed | {"gpu": "H100"}, provider="torch_sdpa_flash", commit="b", median=1)
     append_row(path, **timed, **ours, commit="b", median=600)
     append_row(path, **timed, provider=figure.same_way, commit="b", median=1200)  # of a run that follows
     append_row(path, **timed | {"gpu": "cpu"}, **ours, commit="b", median=1)
+    append_row(path, **timed, provider=figure.same_way, commit="c", median=900)  # of a run without compiled stock
+    append_row(path, **timed, **ours, commit="c", median=1)
     text, shown = figures_markdown(read_rows(path)), figure.number
-    assert f"{shown(900)}: 1.50× | FlexAttention, {shown(800)}: 1.33× |" in text
+    assert f"{shown(900)}: 1.50× | cuDNN, compiled, {shown(800)}: 1.33× |" in text
     assert text.endswith("Measured on: H200. Above 1× ours is better, below it stock is.")
     assert text.startswith(f"- **Time**: {shown(600)} a picture of FLUX.1")
 
@@ -73,7 +75,7 @@ def test_a_figure_stands_beside_stock_of_its_own_run(tmp_path):
 def test_quality_is_of_the_most_pictures_and_the_worst_kind_of_text(tmp_path):
     path, figure = tmp_path / "results.csv", FIGURES[0]
     timed = {"suite": figure.suite, "case": figure.case, "gpu": "H200", "metric": "time", "unit": "ms", "median": 1}
-    for provider, recipe in ((figure.same_way, ""), ("sage_kernels", figure.recipe)):
+    for provider, recipe in ((figure.same_way, ""), (figure.beside, ""), ("sage_kernels", figure.recipe)):
         append_row(path, **timed, provider=provider, recipe=recipe)
     drawn = {"suite": "quality", "case": "tiny_sd/timestep", "provider": "sage_kernels", "recipe": DEFAULT_RECIPE}
     for pictures, value in ((256, 48.0), (256, 49.26), (32, 60.0)):
