@@ -132,11 +132,9 @@ def _in_8_bit(module, base, x):
     if not is_postponed and type(x) not in _ORDINARY:
         x = ordinary_in(x)
         if type(x) not in _ORDINARY:
-            shared.had_work = True
             state.count_in_16_bit("subclass")
             return _in_16_bit(module, base, x)
     if state.is_resting:
-        shared.had_work = True
         return _in_16_bit(module, base, ordinary_in(x))
     if x.numel() < state.short_below and is_timed(x.device):
         if not ((is_captured(x.device) and state.is_ready(module, x.device)) or pays_eagerly(state, x)):
@@ -144,7 +142,6 @@ def _in_8_bit(module, base, x):
                 x = x.tensor_for_16_bit() if type(x) is PostponedNorm else x.tensor()
             state.events.add(SHORT)
             return _in_16_bit(module, base, x)
-    shared.had_work = True
     autocast = _autocast(x) if is_any_autocast() else None
     weight = module._parameters.get("weight")
     reason = _reason_against(module, state, x, weight, autocast)
@@ -326,10 +323,6 @@ def linear_class(base: Any) -> Any:
             return _in_16_bit(self, base, ordinary_in(input))
         if torch.compiler.is_compiling():
             return _compiled(self, base, input)
-        if state.shared.all_short and type(input) is torch.Tensor and input.numel() < state.short_below:
-            parameters = self._parameters
-            if "weight" in parameters and "bias" in parameters:
-                return F.linear(input, parameters["weight"], parameters["bias"])
         return _in_8_bit(self, base, input)
 
     return derived(_SwappedLinear, base, forward, linear_class)

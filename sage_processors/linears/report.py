@@ -95,7 +95,7 @@ def notes_of(swap) -> list[str]:
 
 def rows_of(swap) -> list[dict]:
     """Return one row for every linear layer of a LinearSwap. Syncs."""
-    swap.count_known_forwards()
+    swap.count_replays()
     rows = []
     forwards, compiled_parts = swap.forwards_without_eager_calls(), modules_in_compiled_parts(swap.model)
     for choice in swap.choices:

@@ -26,13 +26,12 @@ from .modules import is_swapped, linear_class, norm_class
 from .postponed.norm_layers import ANY_WIDTH, NormState, norm_form, norm_width
 from .qkv import join_neighbours
 from .report import LinearReport, notes_of, rows_of
-from .short_forwards import ShortForwards, shapes_of
 from .swap_checks import DROPPED, agree_with
 from .swap_hooks import EndHook, PrepareHook
 from .weights.layers import Choice, choose, repeated_blocks
-from .weights.linear_state import LEAST_WORK, LinearState, Shared, is_timed, linear_state
+from .weights.linear_state import LEAST_WORK, LinearState, Shared, linear_state
 from .weights.room import Room
-from .weights.storage import Storage, is_captured, placeholder
+from .weights.storage import Storage, placeholder
 
 
 class LinearSwap:
@@ -62,7 +61,6 @@ class LinearSwap:
         self._on_unsupported = on_unsupported
         self._shared = Shared(LEAST_WORK if min_features is None else 0, model, self._owner)
         self._shared.room = None if drop_weights or ready is not None else Room()
-        self._short = ShortForwards(self._shared)
         self._states: dict[int, tuple[Any, LinearState]] = {}
         self._norms, self._blocks, self._rotations = dict[int, Any](), dict[int, Any](), HeadRotations()
         self.choices: list[Choice] = []
@@ -145,7 +143,6 @@ class LinearSwap:
 
         A layer of another live swap stays there. given_back: ids of the only modules that may be swapped; None: all.
         """
-        self._short.forget(self.states())
         self.choices = choose(self.model, label=self._label, drop_weights=self.drop_weights, **self._options)
         wanted = {id(c.module): c for c in self.choices if c.format != "none"}
         for key, (module, _) in list(self._states.items()):
@@ -251,7 +248,7 @@ class LinearSwap:
         state.dropped = True
         state.find_short()
 
-    def _before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _before_forward(self) -> None:
         shared, ran_before = self._shared, self._shared.forwards > 0
         self.check_weights()
         self.unseen_forwards += ran_before and not shared.was_called
@@ -260,8 +257,8 @@ class LinearSwap:
             for module, state in self._states.values():
                 state.may_be_trained(module)
         self._trains = torch.is_grad_enabled()
-        shared.all_short = shared.was_called = self._is_known_as_short(args, kwargs)
-        for module, state in () if shared.all_short else self._states.values():
+        shared.was_called = False
+        for module, state in self._states.values():
             weight = module._parameters.get("weight")
             if state.dropped or weight is None or (state.is_fresh(weight) and not self.drop_weights):
                 continue
@@ -281,27 +278,25 @@ class LinearSwap:
         """Check the weights for uncounted writes, once in a run. Syncs then."""
         self._shared.check.make()
 
-    def _is_known_as_short(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Return True if all calls of this forward are known to be short."""
-        given = next((x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)), None)
-        if given is None or not is_timed(given.device) or is_captured(given.device):
-            return False
-        return self._short.begins(shapes_of(args, kwargs), self.states())
-
-    def count_known_forwards(self) -> None:
-        """Add the calls of known short forwards and of replays to the layers' counters. Syncs."""
-        self._short.count(self.states())
+    def count_replays(self) -> None:
+        """Add the calls of replayed graphs to the layers' counters. Syncs."""
         self._shared.replays.count()
 
     def run_short_calls(self, on: bool) -> None:
         """Run short calls in 8 bit too (True), or only calls with enough work for 8 bit to pay (False)."""
         usual = LEAST_WORK if self._options["min_features"] is None else 0
-        self._short.decide(self.states(), 0 if on else usual)
+        self._set_least_work(0 if on else usual)
 
     def run_in_graphs_alone(self) -> None:
         """Take all calls for short, so that only layers without 16-bit weights run in 8 bit outside of graphs."""
         if self._options["min_features"] is None:
-            self._short.decide(self.states(), NEVER)
+            self._set_least_work(NEVER)
+
+    def _set_least_work(self, least_work: int) -> None:
+        if least_work != self._shared.least_work:
+            self._shared.least_work = least_work
+            for state in self.states():
+                state.find_short()
 
     def forwards_without_eager_calls(self) -> int:
         """Return the number of forwards in which no layer was called from Python: torch.compile ran them."""
@@ -353,7 +348,7 @@ class LinearSwap:
 
     def count_anew(self) -> None:
         """Set all counts to zero."""
-        self.count_known_forwards()
+        self.count_replays()
         self.unseen_forwards = self._shared.forwards = 0
         for state in self.states():
             state.events.zero()

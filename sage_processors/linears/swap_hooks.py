@@ -25,7 +25,7 @@ class PrepareHook:
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not torch.compiler.is_compiling():
-            _prepare(self, module, args, kwargs)
+            _prepare(self, module)
         else:  # the model is compiled as a part of code around it
             self.shared.is_taken_in = True
 
@@ -39,12 +39,12 @@ class PrepareHook:
 
 
 @torch.compiler.disable
-def _prepare(hook: PrepareHook, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _prepare(hook: PrepareHook, module: nn.Module) -> None:
     with hook.shared.lock:
         if hook.swap is None:
             hook.shared.begin_forward(module)
         else:
-            hook.swap._before_forward(args, kwargs)
+            hook.swap._before_forward()
 
 
 keep_out_of_dynamo(PrepareHook.__call__)

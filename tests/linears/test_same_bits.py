@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import sage_processors as sp
-from sage_processors.linears import modules, swap
+from sage_processors.linears import modules
 from tests.linears.counting import set_least_work
 from tests.support.tiny_language_models import MODELS as LANGUAGE
 from tests.support.tiny_models import MODELS
@@ -71,8 +71,7 @@ def test_a_copy_gives_the_bits_of_its_original(name):
 def test_whatever_calls_are_short(name, monkeypatch):
     """As on a GPU: the CPU is taken for one. The border lies between each two kinds of calls once. Keys and values of
     language models have fewer heads than queries; gate and value of their feed-forward are one multiplication."""
-    for home in (modules, swap):
-        monkeypatch.setattr(home, "is_timed", lambda device: True)
+    monkeypatch.setattr(modules, "is_timed", lambda device: True)
     model, inputs = (MODELS[name] if name in NAMES else LANGUAGE[name])()
     model.to(torch.bfloat16)
     work = work_of_calls(model, inputs)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from typing import Any
@@ -204,13 +203,6 @@ def compiled_parts(model: nn.Module) -> Iterator[nn.Module]:
                 yield module
             elif parts:
                 left.extend(parts.values())
-
-
-def has_compiled_parts(model: nn.Module) -> bool:
-    """Return True if a module inside of the model is compiled, but not the model as a whole."""
-    return "torch._dynamo" in sys.modules and any(
-        True for part in model._modules.values() if part is not None for _ in compiled_parts(part)
-    )
 
 
 def modules_in_compiled_parts(model: nn.Module) -> set[int]:

@@ -20,7 +20,6 @@ from ...reporting.fallbacks import Fallbacks
 from ...torch_modes import counts_writes
 from ...unsupported import UnsupportedLinearError
 from .fingerprints import WeightCheck, checksum, sample_of
-from .layers import has_compiled_parts
 from .replays import Replays
 from .room import Room
 from .storage import Storage, is_captured
@@ -79,8 +78,6 @@ class Shared:
     Attributes:
         least_work: calls on a GPU with fewer multiply-adds are short.
         was_called: a layer was called from Python since the latest forward of the model began.
-        had_work: one of these calls was not short.
-        all_short: all calls of this forward are known to be short (short_forwards.py).
         is_taken_in: the model was compiled as a part of code around it, in which its hooks do not run.
         forwards: number of forwards of the model so far.
         lock: held while an 8-bit weight is made, put into another order or read by a call, as several threads may
@@ -94,7 +91,7 @@ class Shared:
     def __init__(self, least_work: int = 0, model: nn.Module | None = None, owner: Owner | None = None):
         self.owner, self.saving = owner, "refused"
         self.least_work, self._model = least_work, _nothing if model is None else weakref.ref(model)
-        self.was_called = self.had_work = self.all_short = self.is_taken_in = False
+        self.was_called = self.is_taken_in = False
         self.forwards = 0
         self.lock = threading.RLock()
         self.replays, self.check = Replays(), WeightCheck()
@@ -102,7 +99,7 @@ class Shared:
 
     def __getstate__(self) -> dict[str, Any]:  # a copy's layers learn their model when its first forward begins
         kept = {name: value for name, value in self.__dict__.items() if name not in NOT_COPIED}
-        return kept | {"_model": _nothing, "all_short": False}
+        return kept | {"_model": _nothing}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__ |= state | {"lock": threading.RLock(), "replays": Replays(), "check": WeightCheck()}
@@ -115,12 +112,6 @@ class Shared:
         if model is not None and linear_state(model) is None:
             self.replays.begin(_device_of(model), is_captured())
         self.forwards += 1
-
-    @property
-    def has_compiled_parts(self) -> bool:
-        """True if a part of the model is compiled by itself, so that its layers are not called from Python."""
-        model = self._model()
-        return model is not None and has_compiled_parts(model)
 
 
 class LinearState:

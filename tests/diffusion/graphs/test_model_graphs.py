@@ -16,7 +16,7 @@ from diffusers.models.modeling_outputs import Transformer2DModelOutput
 import sage_processors as sp
 from sage_processors.diffusion.graphs.call_graphs import MOST_GRAPHS
 from sage_processors.diffusion.graphs.model_graphs import WARM_UP
-from sage_processors.linears import modules, swap
+from sage_processors.linears import modules
 from sage_processors.linears.weights import layers
 from sage_processors.linears.weights.linear_state import linear_state
 from sage_processors.patching import nested
@@ -70,7 +70,6 @@ def test_P66_frozen_scales_have_a_graph_of_their_own(flux):
 def test_short_linear_calls_are_in_8_bit_in_eager_forwards_too(monkeypatch):
     """As they are in a graph: else the first picture, whose first steps are eager, would be another one."""
     monkeypatch.setattr(modules, "is_timed", lambda device: True)
-    monkeypatch.setattr(swap, "is_timed", lambda device: True)
     monkeypatch.setattr(layers, "MIN_FEATURES", 32)
     model, inputs = MODELS["flux"]()
     with torch.no_grad(), sp.apply(model, options(scaling="dynamic", linears="int8")) as handle:

@@ -113,7 +113,7 @@ def test_E25_what_was_written_to_since_is_captured_in_16_bit(capturing, name, le
         capturing.append(True)
         out = net(x)
         capturing.clear()
-        swap.count_known_forwards()
+        swap.count_replays()
         calls, *exact = (now - then for now, then in zip(state.events.numbers(), before, strict=True))
         assert calls == 0 and sum(exact) == 1
         assert relative_error(out, stock(x)) < 0.05
