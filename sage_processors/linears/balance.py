@@ -4,7 +4,8 @@ When a layer is swapped, its activations are not known, but its weight is. A cha
 all weights that read it: LayerNorm's gain and training lead to that, and so do outliers planted in pairs of inverse
 factors. So the balance scales columns that are far below the others up to them, and scales the activation's channels
 down by the same factors. A layer without such columns has no balance and costs nothing.
-Factors are powers of two, which round neither side. The product is the same with any balance.
+Factors are powers of two, which round neither side; those of a run (measured_balance.py) are finer. The product is the
+same with any balance.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Balance:
     """Balance of one activation, shared by all layers that read it.
 
     Attributes:
-        vector: fp32 [K], powers of two. `quantize_activation` multiplies by it, `quantize_weight` divides.
+        vector: fp32 [K]. `quantize_activation` multiplies by it, `quantize_weight` divides.
     """
 
     def __init__(self, vector: torch.Tensor):
@@ -40,7 +41,7 @@ class Balance:
         mark_static_address(vector, guard=False)
 
     def in_dtype(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return the vector in a 16-bit type, exact in powers of two. Made once: CUDA graphs read it."""
+        """Return the vector in a 16-bit type. Made once: CUDA graphs read it."""
         known = self._casts.get(dtype)
         if known is None or known[0] is not self.vector or known[1] != self.vector._version:
             with torch.inference_mode(False), torch.no_grad():

@@ -23,6 +23,7 @@ from .weights.linear_state import linear_state
 # A half makes the product of both errors least. Those of weights count for more: they are the same in every token, and
 # in decoding, where activations stay in 16 bit, they are all that there is.
 SHARE = 0.45
+STEPS = 16  # values of a factor from one power of two to the next; 64 are no better
 MOST = 10.0  # largest exponent of a factor, in powers of two: fp16 holds activations times it
 
 
@@ -91,5 +92,5 @@ def _vector(squares: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tensor 
     columns = torch.stack([column_norms(weight).square() for weight in weights]).sum(0)
     sizes = squares.clamp_min(squares.amax() * 2.0**-40), columns.clamp_min(columns.amax() * 2.0**-40)
     exponents = (SHARE * sizes[0].log2() - (1 - SHARE) * sizes[1].log2()) / 2
-    exponents = (exponents - exponents.median()).round().clamp(-MOST, MOST)
+    exponents = ((exponents - exponents.median()) * STEPS).round().div(STEPS).clamp(-MOST, MOST)
     return torch.exp2(-exponents) if exponents.isfinite().all() and exponents.any() else None

@@ -119,7 +119,7 @@ class PostponedNorm(Contiguous):
         if key not in self._rows:
             if self._is_readable():
                 gain = weight
-                if balance is not None:  # powers of two: the product rounds nothing
+                if balance is not None:
                     gain = balance.in_dtype(call.x.dtype) * (1 if weight is None else weight)
                 made = F.rms_norm(call.x, call.x.shape[-1:], gain, vectors["eps"])
             else:
