@@ -160,13 +160,16 @@ def line_of(figure: Figure, rows: list[dict[str, str]]) -> tuple[str, ...] | Non
 
 def _real(rows: list[dict[str, str]]) -> str:
     """Return each real model's distance to fp32 over bf16's own, of the worst kind of text."""
-    said = []
-    for model, (name, recipe) in REAL.items():
-        own = [row for row in rows if row["case"].partition("/")[0] == model and row["recipe"] == recipe]
-        newest = {row["case"]: float(row["median"]) for row in own}  # the last of a case stays
-        if newest:
-            said.append(f"{max(newest.values()):.2f} ({name})")
-    return f"real models with INT8 attention, distance to fp32 over bf16's: {', '.join(said)}; " if said else ""
+    said: dict[str, list[str]] = {"attention": [], "all": []}
+    for model, (name, attention) in REAL.items():
+        for part, recipe in (("attention", attention), ("all", f"{DEFAULT_RECIPE}/all")):
+            own = [row for row in rows if row["case"].partition("/")[0] == model and row["recipe"] == recipe]
+            newest = {row["case"]: float(row["median"]) for row in own}  # the last of a case stays
+            if newest:
+                said[part].append(f"{max(newest.values()):.2f} ({name})")
+    words = [f"real models with INT8 attention alone, distance to fp32 over bf16's: {', '.join(said['attention'])}; "]
+    words += [f"with INT8 layers and caches too: {', '.join(said['all'])}; "] if said["all"] else []
+    return "".join(words) if said["attention"] else ""
 
 
 def _quality(rows: list[dict[str, str]]) -> str:

@@ -77,6 +77,7 @@ def time_model(
     language_model, _ = _language_model(model, device, dtype, random)
     kind = "text"
     options: dict[str, Any] = {"more": timing.FEW + timed, "whole": full}
+    _refuse_for_language(language_model, linears, policy)
     with answer(as_json) as found, console.status("stock") as status:
         options["on_way"] = lambda way: status.update(f"timing {way}")
         if language_model is not None:
@@ -90,7 +91,8 @@ def time_model(
             prompt = example_prompts(1, model)[0]
             times, calls = timing.time_pipeline(pipe, prompt, config, steps=steps, arguments=arguments, **options)
         said = timing.verdict(times, calls, where, kind)
-        found |= {"model": model, "steps": steps, "options": repr(config), "int8_calls": calls, "verdict": said}
+        ran = repr(config) if language_model is None else f"recipe={config.recipe!r}, INT8 cache"
+        found |= {"model": model, "steps": steps, "options": ran, "int8_calls": calls, "verdict": said}
         found |= {"device": str(where), "times": {way: time._asdict() for way, time in times.items()}}
         names = (f"s a {kind}", "a step, s", "all else, s", "first call, s more", "peak memory, GiB")
         table = Table(
@@ -157,18 +159,19 @@ def rate(
         raise typer.BadParameter(f"{output}: expected a folder, new or of an earlier rating", param_hint="--output")
     config = _config(model, preset, recipe, linears, policy)
     loaded, tokenizer = _language_model(model, device, dtype, random=False)
+    _refuse_for_language(loaded, linears, policy)
     pipe: Any = _pipeline(model, device, dtype, random=False) if loaded is None else None
     with answer(as_json) as found:
         if loaded is not None:
-            from ..evaluation.protocol.rating_language import rate_language
+            from ..evaluation.protocol.rating_language import rate_language, settings_of
 
             texts = heldout_windows(tokenizer, context, count=windows, chat=chat)
             starts = heldout_windows(tokenizer, max(context // 4, 2), count=min(windows, 16), chat=chat)
+            rating.started(output, settings_of(loaded, texts, model, config.recipe))
             with console.status("stock, fp32, another exact kernel, INT8, INT8 with an INT8 cache"):
                 state, results = rate_language(
                     loaded, texts, starts, name=model, new_tokens=new_tokens, recipe=config.recipe, batch=batch
                 )
-            output.mkdir(exist_ok=True)
             rating.write_state(state, output)
             if csv is not None:
                 language.append_results(csv, Path(model).name + "_chat" * chat, results, loaded, context)
@@ -232,6 +235,16 @@ def _language_model(model: str, device: str, dtype: str | None, random: bool) ->
             with torch.device(where):
                 return type(skeleton)(skeleton.config).to(chosen).eval(), None
         return language.load(model, device=where, dtype=chosen)
+
+
+def _refuse_for_language(model: Any, linears: str | None, policy: Path | None) -> None:
+    """Refuse options that a language model's measurement would not run. model: None for a pipeline."""
+    name = "--linears" if linears else "--policy" if policy else None
+    if model is not None and name:
+        raise typer.BadParameter(
+            "got it for a language model, of which INT8 attention and cache alone are measured; leave it out",
+            param_hint=name,
+        )
 
 
 def _pipeline(model: str, device: str, dtype: str | None, random: bool) -> Any:

@@ -111,8 +111,11 @@ def perplexity(
         for start, stop in zip(starts, [*starts[1:], length], strict=True):
             logits = model(part[:, start:stop], **given, use_cache=past is not None).logits
             expected = part[:, start + 1 : stop + 1]
-            loss = torch.nn.functional.cross_entropy(logits.float().transpose(1, 2), expected, reduction="none")
-            total = total + loss.double().sum(1)
+            # of rows: along a vocabulary that is not the last dimension, a CPU's sums in fp32 lose digits
+            loss = torch.nn.functional.cross_entropy(
+                logits.float().flatten(0, 1), expected.flatten(), reduction="none"
+            )
+            total = total + loss.double().view(expected.shape).sum(1)
             if on_call is not None:
                 on_call()
         losses.append((total / length).cpu())

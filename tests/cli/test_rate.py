@@ -219,6 +219,21 @@ def test_rate_of_a_language_model(tmp_path):
     }
 
 
+def test_a_language_models_rating_takes_short_texts_and_no_other_ratings_place(tmp_path):
+    small = ("--context", 4, "--windows", 1, "--new-tokens", 1, "--output", tmp_path / "lm")
+    invoke("rate", "tiny_lm", *small)
+    before = (tmp_path / "lm" / "rating.json").read_bytes()
+    said = CliRunner().invoke(cli.app, [str(x) for x in ("rate", "tiny_lm", *small, "--windows", 2)])
+    assert said.exit_code == 2 and "another windows" in " ".join(said.stderr.split())
+    assert (tmp_path / "lm" / "rating.json").read_bytes() == before
+
+
+@pytest.mark.parametrize("command", ["time", "rate"])
+def test_options_that_a_language_model_would_not_run_are_refused(command):
+    said = CliRunner().invoke(cli.app, [command, "tiny_lm", "--linears", "int8"], env={"COLUMNS": "200"})
+    assert said.exit_code == 2 and "INT8 attention and cache alone are measured" in " ".join(said.stderr.split())
+
+
 def test_prompts_of_a_file_and_of_categories(tmp_path):
     assert [category for category, _ in built_in(9)] == [*PROMPTS, next(iter(PROMPTS))] and len(
         set(built_in(32))
@@ -258,6 +273,8 @@ def test_yes_or_no_for_this_gpu(ours, calls, words, monkeypatch):
     monkeypatch.setattr(timing.torch.cuda, "get_device_name", lambda device=None: "A GPU")
     times = {way: timing.Timing(total, 0.1, 0.1, 0.1, 3.0) for way, total in (("stock", 2.0), ("int8", ours))}
     assert timing.verdict(times, calls, torch.device("cuda"), "picture").startswith(words)
+    on_cpu = timing.verdict(times, calls, torch.device("cpu"), "picture")
+    assert on_cpu.startswith("No GPU" if calls else "No: nothing of this model ran in INT8 attention on a CPU")
 
 
 @pytest.mark.slow("several calls of each way")

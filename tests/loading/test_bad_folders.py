@@ -76,7 +76,10 @@ DAMAGES = {
     "half": (cut, "it is not whole; copy or download the folder again|Unable to load weights"),
     "16_bit": (tensors_of(in_16_bit), "got F32 .*expected I8 .*for a folder in 16 bit remove that entry"),
     "all_16_bit": (tensors_of(all_in_16_bit), "got 16-bit weights without .*remove that entry"),
-    "unnamed": (config_of(lambda c, n: c["modules"].pop(n)), "does not name, expected the same ones in both"),
+    "unnamed": (
+        config_of(lambda c, n: c["modules"].pop(n)),
+        "does not name, expected the same ones in both|got balance of .*expected one 8-bit layer each",
+    ),
     "missing": (tensors_of(lambda t, n: t.pop(f"{n}.weight_scale")), "got no tensors .*weight_scale"),
     "absurd": (tensors_of(lambda t, n: t[f"{n}.weight_scale"].view(-1)[3:4].fill_(1e38)), "that no weight has"),
     "nan": (tensors_of(lambda t, n: t[f"{n}.weight_scale"].view(-1)[3:4].fill_(torch.nan)), "that no weight has"),

@@ -68,7 +68,7 @@ def rate(
         "prompts": [list(pair) for pair in prompts], "seeds": list(seeds), "arguments": plain_data(arguments or {}),
         "batch": batch, "device": pipe.device.type,
     }  # fmt: skip
-    state = _started(folder, settings)
+    state = started(folder, settings)
     (folder / "pictures").mkdir(exist_ok=True)
     scores: dict[str, Callable] = {} if clip is None else {"clip": ClipScore(clip, pipe.device)}
     zeros = torch.zeros(1, 3, 64, 64, dtype=torch.float32, device="cpu")
@@ -116,7 +116,8 @@ def append_rows(path: Path, name: str, state: dict[str, Any], recipe: str) -> No
     quality.append_results(path, name, found, device=device)
 
 
-def _started(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
+def started(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the state of a rating in a folder, or a new one. Raises: ValueError for one with other settings."""
     file = folder / "rating.json"
     settings = json.loads(json.dumps(plain_data(settings)))
     if not file.is_file():

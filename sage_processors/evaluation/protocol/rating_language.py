@@ -32,6 +32,7 @@ def rate_language(
 
     The reference is the model in fp32. Args: as of `language.evaluate`. name: of the model.
     """
+    chunk = min(chunk, windows.shape[1] - 1)
     results = language.evaluate(
         model, windows, prompts, new_tokens=new_tokens, recipe=recipe, chunk=chunk, batch=batch, on_call=on_call
     )
@@ -61,7 +62,7 @@ def rate_language(
         key: list(metrics.paired_interval(own[OURS], own[FLOOR])) for key, own in (("loss", losses), ("kl", kls))
     }
     state: dict[str, Any] = {
-        "settings": {"model": name, "windows": list(windows.shape), "recipe": recipe, "dtype": str(model.dtype)},
+        "settings": settings_of(model, windows, name, recipe),
         "summary": {
             "means": means, "ours_minus_floor": further, "int8_calls": results["prefill"].int8_calls,
             "perplexity_ratio": results["prefill"].ratio, "perplexity_ratio_cache": results["prefill_kv"].ratio,
@@ -70,6 +71,11 @@ def rate_language(
         "rows": [], "notes": [],
     }  # fmt: skip
     return state | {"verdict": _verdict(state["summary"])}, results
+
+
+def settings_of(model: Any, windows: torch.Tensor, name: str, recipe: str) -> dict[str, Any]:
+    """Return what a rating depends on, as rating.json has it."""
+    return {"model": name, "windows": list(windows.shape), "recipe": recipe, "dtype": str(model.dtype)}
 
 
 def _log_probabilities(model, part: torch.Tensor, implementation: str) -> tuple[torch.Tensor, list[float]]:

@@ -136,10 +136,10 @@ def verdict(found: dict[str, Timing], calls: int, device: torch.device, what: st
     stock, ours = found["stock"], found["int8"]
     ratio = ours.total / stock.total
     numbers = f"{ours.total:.2f} s a {what}, stock {stock.total:.2f} s ({ratio:.2f})"
-    if device.type != "cuda":
-        return f"No GPU, so INT8 ran in its reference, whose times say nothing about a GPU: {numbers}."
-    name = torch.cuda.get_device_name(device)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
     if not calls:
         return f"No: nothing of this model ran in INT8 attention on {name}, {numbers}."
+    if device.type != "cuda":
+        return f"No GPU, so INT8 ran in its reference, whose times say nothing about a GPU: {numbers}."
     memory = "" if ours.peak_gib is None else f", {ours.peak_gib:.1f} GiB for stock's {stock.peak_gib:.1f}"
     return f"{'Yes' if ratio <= WORTH_IT else 'No'}, on {name}: {numbers}{memory}."
