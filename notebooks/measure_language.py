@@ -266,7 +266,7 @@ def measure_greedy(model: Any, tokenizer: Any, table: Table, modes: list[str]) -
                 continue
             with mode_of(model, mode) as runner:
                 said = greedy(runner, tokenizer, text_of("reference")[start : start + 400], mode, before)
-            said = "\n".join(line.rstrip() for line in said.split("\n"))  # files in the repository have no spaces there
+            said = "\n".join(line.rstrip() for line in said.split("\n"))  # as all committed files
             own = {"model": model.real_name, "tokens": 0, "text": case, "mode": mode, "task": "greedy", "case": case}
             table.add([own | {"answer": said, "score": ""}])
             print(model.real_name, "greedy", case, mode, repr(said[:40]), flush=True)
