@@ -101,7 +101,7 @@ def many_gpus(rows: list[dict[str, str]]) -> str:
 
 
 def models(rows: list[dict[str, str]]) -> str:
-    """Return a table of denoisers with preset "fast" beside eager stock and the run's fastest: newest runs."""
+    """Return a table of each denoiser's newest run: preset "fast", eager stock, and the fastest stock."""
     rows = [row for row in rows if row["suite"] == "models"]
     commits = {(row["case"], row["gpu"]): row["commit"] for row in rows if row["recipe"] == "preset_fast"}
     lines = []

@@ -61,7 +61,10 @@ def _of_runs(rows: list[dict[str, str]], cases: tuple[str, ...], what: str, with
 
 
 def shown_runs(rows: list[dict[str, str]]) -> dict[str, str]:
-    """Return {case: commit} of whole pictures and clips: the newest run of ours, one with compiled stock first."""
+    """Return the commit whose run of each picture and clip is shown, as {case: commit}.
+
+    It is our newest run beside compiled stock; where there is none, our newest run.
+    """
     timed = [row for row in rows if row["suite"] in ("picture", "clip") and row["metric"] == "time"]
     timed = [row for row in timed if _is_whole(row["case"])]
     compiled = {(row["case"], row["commit"]) for row in timed if row["provider"] == COMPILED}

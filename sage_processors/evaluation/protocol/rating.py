@@ -117,7 +117,10 @@ def append_rows(path: Path, name: str, state: dict[str, Any], recipe: str) -> No
 
 
 def started(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the state of a rating in a folder, or a new one. Raises: ValueError for one with other settings."""
+    """Return the rating that a folder holds, or a new one without rows.
+
+    Raises: ValueError if the folder's rating has other settings.
+    """
     file = folder / "rating.json"
     settings = json.loads(json.dumps(plain_data(settings)))
     if not file.is_file():
