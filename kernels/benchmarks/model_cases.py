@@ -245,6 +245,7 @@ CASES = {
         Flux("flux_2048", FLUX_DEV, {"side": 128, "text": 512}),
         SDXL("sdxl_1024", SDXL_BASE, {"batch": 2, "side": 128, "text": 77}, reps=10),
         Llama("llama8b_prefill_512", LLAMA_8B, {"tokens": 512}, reps=20),
+        Llama("llama8b_prefill_4096", LLAMA_8B, {"tokens": 4096}, reps=10),
         Llama("llama8b_prefill_32768", LLAMA_8B, {"tokens": 32_768}, reps=3),
         Llama("llama8b_prefill_131072", LLAMA_8B, {"tokens": 131_072}, reps=1),
     )

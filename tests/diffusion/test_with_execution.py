@@ -28,9 +28,9 @@ def flux():
     torch._dynamo.reset()
 
 
-def cast(inputs, dtype, device="cpu"):
+def cast(inputs, dtype, device=None):
     """Inputs of a model in another floating type, on another device."""
-    moved = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
+    moved = {name: x.to(device) if isinstance(x, torch.Tensor) and device else x for name, x in inputs.items()}
     return {name: x.to(dtype) if getattr(x, "is_floating_point", bool)() else x for name, x in moved.items()}
 
 
@@ -76,7 +76,7 @@ def test_X05_models_in_fp16_bf16_and_fp32(dtype, shows):  # noqa: F811
 
 def test_X06_autocast(flux, shows):  # noqa: F811
     model, inputs, _ = flux
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(torch.get_default_device().type, dtype=torch.bfloat16):
         shows(*swapped(model, inputs), forward(model, inputs))
 
 
@@ -95,7 +95,7 @@ def test_X11_layerwise_casting(flux, shows):  # noqa: F811
 EIGHT_BIT = {"storage_dtype": torch.float8_e4m3fn, "compute_dtype": torch.float32}
 HOOKS = {  # of one layer: each break of a graph takes Dynamo seconds
     "cast": lambda layer: hooks.apply_layerwise_casting(layer, **EIGHT_BIT),
-    "sequential": lambda layer: accelerate_offload(layer, "cpu"),
+    "sequential": lambda layer: accelerate_offload(layer, torch.get_default_device()),
 }
 
 

@@ -43,7 +43,7 @@ class Block(torch.nn.Module):
 
 
 def asked(model, shows, tokens=24, config=EVERYTHING, **expected):  # noqa: F811
-    x = torch.randn(1, tokens, 32, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(1, tokens, 32, generator=torch.Generator(torch.get_default_device()).manual_seed(1))
     stock = forward(model, {"hidden_states": x})
     with sp.apply(model, config) as handle:
         out = forward(model, {"hidden_states": x})
@@ -71,7 +71,7 @@ def test_X63_attention_kwargs_of_a_back_end(shows):  # noqa: F811
 def test_X64_block_masks_of_flex_attention(shows):  # noqa: F811
     from torch.nn.attention.flex_attention import create_block_mask
 
-    mask = create_block_mask(lambda b, h, q, k: q >= k, 1, None, 128, 128, device="cpu")
+    mask = create_block_mask(lambda b, h, q, k: q >= k, 1, None, 128, 128, device=torch.get_default_device())
     asked(Block(Dispatching(attn_mask=mask, backend="flex")), shows, tokens=128, exact={"block_mask"})
 
 

@@ -29,12 +29,14 @@ def wan_with_two_experts():
         transformer=MODELS["wan_t2v"]()[0], transformer_2=MODELS["wan_t2v"]()[0], boundary_ratio=0.875,
     )  # fmt: skip
     pipe.set_progress_bar_config(disable=True)
-    words = torch.randn(1, 8, pipe.transformer.config.text_dim, generator=torch.Generator().manual_seed(1))
+    words = torch.randn(
+        1, 8, pipe.transformer.config.text_dim, generator=torch.Generator(torch.get_default_device()).manual_seed(1)
+    )
 
     def run():
         return pipe(
             prompt_embeds=words, negative_prompt_embeds=-words, height=64, width=64, num_frames=5,
-            num_inference_steps=4, generator=torch.Generator().manual_seed(0), output_type="latent",
+            num_inference_steps=4, generator=torch.Generator(torch.get_default_device()).manual_seed(0), output_type="latent",
         ).frames  # fmt: skip
 
     return pipe, run
@@ -60,11 +62,11 @@ def test_X46_from_pipe_and_a_second_pipeline_of_the_same_model(shows):  # noqa: 
     pipe, _ = sd_pipe()
 
     def run(pipe):
-        embeds = torch.randn(2, 7, 32, generator=torch.Generator().manual_seed(2))
+        embeds = torch.randn(2, 7, 32, generator=torch.Generator(torch.get_default_device()).manual_seed(2))
         return pipe(
-            image=torch.rand(1, 3, 16, 16, generator=torch.Generator().manual_seed(3)), strength=0.7,
+            image=torch.rand(1, 3, 16, 16, generator=torch.Generator(torch.get_default_device()).manual_seed(3)), strength=0.7,
             prompt_embeds=embeds[:1], negative_prompt_embeds=embeds[1:], num_inference_steps=4,
-            generator=torch.Generator().manual_seed(0), output_type="latent",
+            generator=torch.Generator(torch.get_default_device()).manual_seed(0), output_type="latent",
         ).images  # fmt: skip
 
     def other(pipe):
@@ -190,7 +192,7 @@ def by_bitsandbytes(model):
         return coded
 
     replaced_by(made)(model)
-    model.to("cpu")  # where it makes codes of its weights
+    model.to(torch.get_default_device())  # where it makes codes of its weights
 
 
 def quantized(quantize):

@@ -17,6 +17,7 @@ def _name(nodeid: str) -> str:
 
 def pytest_addoption(parser):
     parser.addoption("--outcomes", type=Path, help="write every test's outcome, and where it ran, to this JSON file")
+    parser.addoption("--on-gpu", action="store_true", help="models whose tests name no device are on the GPU")
 
 
 def pytest_configure(config):
