@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
 import os
@@ -30,13 +29,6 @@ if not torch.cuda.is_available():
 interpreter.mend()
 # `with torch.device(…)` remembers what functions make tensors: before torch.empty is another one
 _device_constructors()
-
-
-@pytest.fixture(scope="session", autouse=True)
-def on_gpu(request):
-    """With --on-gpu, what tests make without naming a device is on the GPU."""
-    with torch.device("cuda") if request.config.getoption("--on-gpu") else contextlib.nullcontext():
-        yield
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what `-m` does not name

@@ -16,6 +16,7 @@ from sage_processors.diffusion.calls import sage_class
 from tests.diffusion.calls.test_processors import forward, sqnr_db
 from tests.diffusion.test_apply import processors_of
 from tests.diffusion.test_lifecycle import statuses
+from tests.support.placing import placed
 from tests.support.tiny_models import MODELS
 from tests.support.tiny_pipelines import flux_pipe, sd_pipe
 
@@ -67,7 +68,7 @@ def flux_ip_adapter(transformer):
 
 def sd_with_adapter():
     pipe, run = sd_pipe()
-    image = torch.randn(2, 1, 24)
+    image = placed(torch.randn(2, 1, 24))
     adapter = unet_ip_adapter(pipe.unet)
 
     def load():
@@ -78,7 +79,7 @@ def sd_with_adapter():
 
 def flux_with_adapter():
     pipe, run = flux_pipe()
-    image = torch.randn(1, 1, 24)
+    image = placed(torch.randn(1, 1, 24))
     adapter = flux_ip_adapter(pipe.transformer)
 
     def load():

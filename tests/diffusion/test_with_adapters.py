@@ -12,6 +12,7 @@ import sage_processors as sp
 from tests.diffusion.calls.test_processors import forward
 from tests.diffusion.test_lifecycle_adapters import flux_with_adapter, sd_with_adapter
 from tests.support.combinations import shows  # noqa: F401 (pytest finds fixtures here)
+from tests.support.placing import placed
 from tests.support.tiny_models import MODELS
 from tests.support.tiny_pipelines import sd_controlnet_pipe, sd_pipe
 
@@ -136,13 +137,13 @@ def test_X27_ip_adapter_in_sd3(shows):  # noqa: F811
     for i in range(len(model.transformer_blocks)):
         processor = made(hidden_size=inner, ip_hidden_states_dim=24, head_dim=16, timesteps_emb_dim=32)
         weights |= {f"{i}.{name}": torch.randn(p.shape) * 0.2 for name, p in processor.state_dict().items()}
-    tokens = torch.randn(1, 5, 24)
-    inputs = inputs | {"joint_attention_kwargs": {"ip_hidden_states": tokens, "temb": torch.randn(1, 32)}}
+    tokens = placed(torch.randn(1, 5, 24))
+    inputs = inputs | {"joint_attention_kwargs": {"ip_hidden_states": tokens, "temb": placed(torch.randn(1, 32))}}
 
     def load(model):
         model.set_attn_processor(
             {
-                name: made(hidden_size=inner, ip_hidden_states_dim=24, head_dim=16, timesteps_emb_dim=32)
+                name: placed(made(hidden_size=inner, ip_hidden_states_dim=24, head_dim=16, timesteps_emb_dim=32))
                 for name in model.attn_processors
             }
         )
@@ -203,7 +204,7 @@ def test_X30_controlnet(shows):  # noqa: F811
 def test_X31_t2i_adapter(shows):  # noqa: F811
     model, inputs = MODELS["unet_sd15"]()
     torch.manual_seed(5)
-    residuals = [torch.randn(1, 16, 8, 8), torch.randn(1, 32, 4, 4)]
+    residuals = placed([torch.randn(1, 16, 8, 8), torch.randn(1, 32, 4, 4)])
     with_adapter = lambda: inputs | {"down_intrablock_additional_residuals": [x.clone() for x in residuals]}  # noqa: E731
     stock = forward(model, with_adapter())
     assert not torch.equal(stock, forward(model, inputs))

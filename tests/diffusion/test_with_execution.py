@@ -12,6 +12,7 @@ import sage_processors as sp
 from tests.diffusion.calls.test_processors import flat, forward
 from tests.diffusion.test_lifecycle import accelerate_offload
 from tests.support.combinations import shows  # noqa: F401 (pytest finds fixtures here)
+from tests.support.placing import device
 from tests.support.tiny_models import MODELS
 from tests.support.tiny_pipelines import flux_pipe, sd_pipe
 
@@ -30,7 +31,7 @@ def flux():
 
 def cast(inputs, dtype, device=None):
     """Inputs of a model in another floating type, on another device."""
-    moved = {name: x.to(device) if isinstance(x, torch.Tensor) and device else x for name, x in inputs.items()}
+    moved = {name: x.to(device or x.device) if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
     return {name: x.to(dtype) if getattr(x, "is_floating_point", bool)() else x for name, x in moved.items()}
 
 
@@ -76,7 +77,7 @@ def test_X05_models_in_fp16_bf16_and_fp32(dtype, shows):  # noqa: F811
 
 def test_X06_autocast(flux, shows):  # noqa: F811
     model, inputs, _ = flux
-    with torch.autocast(torch.get_default_device().type, dtype=torch.bfloat16):
+    with torch.autocast(device().type, dtype=torch.bfloat16):
         shows(*swapped(model, inputs), forward(model, inputs))
 
 
@@ -95,7 +96,7 @@ def test_X11_layerwise_casting(flux, shows):  # noqa: F811
 EIGHT_BIT = {"storage_dtype": torch.float8_e4m3fn, "compute_dtype": torch.float32}
 HOOKS = {  # of one layer: each break of a graph takes Dynamo seconds
     "cast": lambda layer: hooks.apply_layerwise_casting(layer, **EIGHT_BIT),
-    "sequential": lambda layer: accelerate_offload(layer, torch.get_default_device()),
+    "sequential": lambda layer: accelerate_offload(layer, device()),
 }
 
 

@@ -11,6 +11,7 @@ import sage_processors as sp
 from tests.diffusion.calls.test_backend import NAME
 from tests.diffusion.calls.test_processors import forward
 from tests.support.combinations import shows  # noqa: F401 (pytest finds fixtures here)
+from tests.support.placing import device, placed
 from tests.support.tiny_models import MODELS
 
 
@@ -43,7 +44,7 @@ class Block(torch.nn.Module):
 
 
 def asked(model, shows, tokens=24, config=EVERYTHING, **expected):  # noqa: F811
-    x = torch.randn(1, tokens, 32, generator=torch.Generator(torch.get_default_device()).manual_seed(1))
+    model, x = placed((model, torch.randn(1, tokens, 32, generator=torch.Generator().manual_seed(1))))
     stock = forward(model, {"hidden_states": x})
     with sp.apply(model, config) as handle:
         out = forward(model, {"hidden_states": x})
@@ -71,7 +72,7 @@ def test_X63_attention_kwargs_of_a_back_end(shows):  # noqa: F811
 def test_X64_block_masks_of_flex_attention(shows):  # noqa: F811
     from torch.nn.attention.flex_attention import create_block_mask
 
-    mask = create_block_mask(lambda b, h, q, k: q >= k, 1, None, 128, 128, device=torch.get_default_device())
+    mask = create_block_mask(lambda b, h, q, k: q >= k, 1, None, 128, 128, device=device())
     asked(Block(Dispatching(attn_mask=mask, backend="flex")), shows, tokens=128, exact={"block_mask"})
 
 
@@ -142,9 +143,9 @@ def test_X72_set_attention_backend_of_models_that_ask_for_none(registered, shows
 
 
 def test_X80_what_int8_cannot_do_under_strict(shows):  # noqa: F811
-    model = Block(Dispatching(dropout_p=0.5))
+    model = placed(Block(Dispatching(dropout_p=0.5)))
     with sp.apply(model, STRICT), shows.error(sp.UnsupportedAttentionError, "attn.*dropout"):
-        forward(model, {"hidden_states": torch.randn(1, 24, 32)})
+        forward(model, {"hidden_states": placed(torch.randn(1, 24, 32))})
 
 
 def test_X81_a_model_without_an_attention_processor(shows):  # noqa: F811

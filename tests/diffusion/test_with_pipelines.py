@@ -12,6 +12,7 @@ import sage_processors as sp
 from sage_kernels.testing import relative_l2, sqnr_db
 from tests.diffusion.calls.test_processors import forward
 from tests.support.combinations import CLOSE_DB, shows  # noqa: F401 (pytest finds fixtures here)
+from tests.support.placing import device, placed
 from tests.support.tiny_models import MODELS
 from tests.support.tiny_pipelines import sd_pipe
 
@@ -29,14 +30,12 @@ def wan_with_two_experts():
         transformer=MODELS["wan_t2v"]()[0], transformer_2=MODELS["wan_t2v"]()[0], boundary_ratio=0.875,
     )  # fmt: skip
     pipe.set_progress_bar_config(disable=True)
-    words = torch.randn(
-        1, 8, pipe.transformer.config.text_dim, generator=torch.Generator(torch.get_default_device()).manual_seed(1)
-    )
+    words = placed(torch.randn(1, 8, pipe.transformer.config.text_dim, generator=torch.Generator().manual_seed(1)))
 
     def run():
         return pipe(
             prompt_embeds=words, negative_prompt_embeds=-words, height=64, width=64, num_frames=5,
-            num_inference_steps=4, generator=torch.Generator(torch.get_default_device()).manual_seed(0), output_type="latent",
+            num_inference_steps=4, generator=torch.Generator().manual_seed(0), output_type="latent",
         ).frames  # fmt: skip
 
     return pipe, run
@@ -62,11 +61,11 @@ def test_X46_from_pipe_and_a_second_pipeline_of_the_same_model(shows):  # noqa: 
     pipe, _ = sd_pipe()
 
     def run(pipe):
-        embeds = torch.randn(2, 7, 32, generator=torch.Generator(torch.get_default_device()).manual_seed(2))
+        embeds = placed(torch.randn(2, 7, 32, generator=torch.Generator().manual_seed(2)))
         return pipe(
-            image=torch.rand(1, 3, 16, 16, generator=torch.Generator(torch.get_default_device()).manual_seed(3)), strength=0.7,
+            image=torch.rand(1, 3, 16, 16, generator=torch.Generator().manual_seed(3)), strength=0.7,
             prompt_embeds=embeds[:1], negative_prompt_embeds=embeds[1:], num_inference_steps=4,
-            generator=torch.Generator(torch.get_default_device()).manual_seed(0), output_type="latent",
+            generator=torch.Generator().manual_seed(0), output_type="latent",
         ).images  # fmt: skip
 
     def other(pipe):
@@ -92,7 +91,7 @@ def test_X47_modular_pipelines_with_guiders(guider, shows):  # noqa: F811
     def run():
         guide = getattr(guiders, guider)(**options)
         latents, steps = inputs["hidden_states"], torch.linspace(1000, 250, 4)
-        scheduler.set_timesteps(4)
+        scheduler.set_timesteps(4, device=device())
         for i, t in enumerate(scheduler.timesteps):
             guide.set_state(step=i, num_inference_steps=4, timestep=steps[i])
             state = guide.prepare_inputs({"encoder_hidden_states": (words, -words)})
@@ -192,7 +191,7 @@ def by_bitsandbytes(model):
         return coded
 
     replaced_by(made)(model)
-    model.to(torch.get_default_device())  # where it makes codes of its weights
+    model.to(device())  # where it makes codes of its weights
 
 
 def quantized(quantize):
@@ -256,8 +255,16 @@ def test_X55_training_as_it_is_by_default(shows):  # noqa: F811
         shows(handle.report(), out, stock, exact={"training"})
 
 
-def test_X56_training_in_int8_on_request(shows):  # noqa: F811
+def trained():
+    """The tiny FLUX and its inputs. On a GPU in bf16: FlashAttention, whose gradient it is, takes 16 bit alone."""
     model, inputs = MODELS["flux"]()
+    if device().type == "cpu":
+        return model, inputs
+    return model.bfloat16(), {name: x.bfloat16() if x.is_floating_point() else x for name, x in inputs.items()}
+
+
+def test_X56_training_in_int8_on_request(shows):  # noqa: F811
+    model, inputs = trained()
     stock = gradient(model, inputs)
     with sp.apply(model, sp.SageAttnProcessor(min_tokens=1, training="int8")) as handle:
         out = gradient(model, inputs)
@@ -266,7 +273,7 @@ def test_X56_training_in_int8_on_request(shows):  # noqa: F811
 
 
 def test_X57_gradient_checkpointing(shows):  # noqa: F811
-    model, inputs = MODELS["flux"]()
+    model, inputs = trained()
     stock = gradient(model, inputs)
     with sp.apply(model, sp.SageAttnProcessor(min_tokens=1, training="int8")) as handle:
         model.enable_gradient_checkpointing()

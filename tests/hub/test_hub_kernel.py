@@ -16,6 +16,7 @@ import torch
 import sage_kernels
 from sage_kernels.testing import exact_attention, relative_l2
 from tests.kernels.attention.varlen_cases import packed_inputs, slices
+from tests.support.placing import device, placed
 from tests.support.repository import ROOT
 
 
@@ -34,7 +35,9 @@ def repository(tmp_path_factory) -> Path:
 def kernel(repository):
     """As kernels/importer.py does: the package by its path, under a name of no importable place."""
     name = "_hub_kernel_of_a_test"
-    spec = importlib.util.spec_from_file_location(name, repository / "build" / "torch-cpu" / "__init__.py")
+    spec = importlib.util.spec_from_file_location(
+        name, repository / "build" / f"torch-{device().type}" / "__init__.py"
+    )
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     spec.loader.exec_module(module)
@@ -70,7 +73,7 @@ def test_P64_kernels_are_the_sources_of_this_checkout(repository):
 
 
 def test_P64_its_ops_are_its_own_beside_ours(kernel):
-    q, k, v = (torch.randn(1, 20, 2, 32) for _ in range(3))
+    q, k, v = placed([torch.randn(1, 20, 2, 32) for _ in range(3)])
     assert torch.equal(kernel.sage_attention(q, k, v), sage_kernels.sage_attention(q, k, v))
     space = next(name for name in dir(torch.ops) if name.startswith("sage_int8_flash2_"))
     assert all(hasattr(getattr(torch.ops, space), name) for name in ("attention_lse", "attention_varlen"))
@@ -79,10 +82,10 @@ def test_P64_its_ops_are_its_own_beside_ours(kernel):
 
 
 def test_P64_scales_are_tensors_that_the_caller_keeps(kernel):
-    q, k, v = (torch.randn(1, 20, 2, 32) for _ in range(3))
-    state = kernel.new_head_state(2, 32, "cpu")
+    q, k, v = placed([torch.randn(1, 20, 2, 32) for _ in range(3)])
+    state = kernel.new_head_state(2, 32, device())
     kernel.sage_attention(q, k, v, state=state)
-    ours = sage_kernels.new_head_state(2, 32, "cpu")
+    ours = sage_kernels.new_head_state(2, 32, device())
     sage_kernels.sage_attention(q, k, v, state=ours)
     assert all(torch.equal(a, b) for a, b in zip(state, ours, strict=True)) and state.counts[:, 0].tolist() == [1, 1]
 
@@ -99,7 +102,7 @@ BANDS = {
 
 @pytest.mark.parametrize("band", BANDS)
 def test_P64_varlen_has_flash_attentions_meaning(kernel, band):
-    q, k, v, cu_q, cu_k = packed_inputs(head_dim=32, dtype=torch.float32)
+    q, k, v, cu_q, cu_k = placed(packed_inputs(head_dim=32, dtype=torch.float32))
     asked, (causal, window) = BANDS[band]
     result = kernel.flash_attn_varlen_func(q, k, v, cu_q, cu_k, 130, 200, 0.0, 0.2, return_attn_probs=True, **asked)
     out, lse, nothing = result
@@ -107,7 +110,7 @@ def test_P64_varlen_has_flash_attentions_meaning(kernel, band):
     for rows, keys in zip(slices(cu_q), slices(cu_k), strict=True):
         seq_q, seq_kv = rows.stop - rows.start, keys.stop - keys.start
         if seq_q and seq_kv:
-            distance = torch.arange(seq_kv) - torch.arange(seq_q)[:, None] - (seq_kv - seq_q)
+            distance = placed(torch.arange(seq_kv) - torch.arange(seq_q)[:, None] - (seq_kv - seq_q))
             seen = distance <= 0 if causal else distance == distance
             seen = seen if window is None else seen & (distance.abs() < window)
             exact, exact_lse = exact_attention(q[None, rows], k[None, keys], v[None, keys], 0.2, mask=seen)
@@ -116,19 +119,19 @@ def test_P64_varlen_has_flash_attentions_meaning(kernel, band):
 
 
 def test_P64_a_batch_has_flash_attentions_meaning(kernel):
-    q, k, v = torch.randn(2, 5, 4, 32), torch.randn(2, 9, 2, 32), torch.randn(2, 9, 2, 32)
+    q, k, v = placed((torch.randn(2, 5, 4, 32), torch.randn(2, 9, 2, 32), torch.randn(2, 9, 2, 32)))
     out, lse, _ = kernel.flash_attn_func(q, k, v, causal=True, return_attn_probs=True)
-    exact, exact_lse = exact_attention(q, k, v, mask=torch.ones(5, 9, dtype=torch.bool).tril(4))
+    exact, exact_lse = exact_attention(q, k, v, mask=placed(torch.ones(5, 9, dtype=torch.bool).tril(4)))
     assert relative_l2(out, exact) < 0.03 and torch.allclose(lse.transpose(1, 2).double(), exact_lse, atol=0.05)
     assert torch.equal(kernel.flash_attn_func(q, k, v, causal=True), out)
 
 
 def test_P64_a_paged_cache_has_flash_attentions_meaning(kernel):
     generator = torch.Generator().manual_seed(0)
-    k_cache, v_cache = (torch.randn(6, 4, 2, 32, generator=generator) for _ in range(2))
-    k, v, q = (torch.randn(3, 1, heads, 32, generator=generator) for heads in (2, 2, 4))
-    table = torch.tensor([[3, 0, -1], [5, 1, 2], [-1, -1, -1]], dtype=torch.int32)
-    before, lengths = k_cache.clone(), torch.tensor([4, 9, -1], dtype=torch.int32)
+    k_cache, v_cache = placed([torch.randn(6, 4, 2, 32, generator=generator) for _ in range(2)])
+    k, v, q = placed([torch.randn(3, 1, heads, 32, generator=generator) for heads in (2, 2, 4)])
+    table = placed(torch.tensor([[3, 0, -1], [5, 1, 2], [-1, -1, -1]], dtype=torch.int32))
+    before, lengths = k_cache.clone(), placed(torch.tensor([4, 9, -1], dtype=torch.int32))
     for window in (-1, 3):
         out = kernel.flash_attn_with_kvcache(
             q, k_cache, v_cache, k, v, cache_seqlens=lengths, block_table=table, window_size=(window, window)
@@ -151,7 +154,7 @@ def test_P64_a_paged_cache_has_flash_attentions_meaning(kernel):
     ],
 )
 def test_P64_what_it_can_not_do_is_an_error(kernel, asked, words):
-    q, k, v, cu_q, cu_k = packed_inputs(head_dim=32)
+    q, k, v, cu_q, cu_k = placed(packed_inputs(head_dim=32))
     with pytest.raises(NotImplementedError, match=words):
         kernel.flash_attn_varlen_func(q, k, v, cu_q, cu_k, 130, 200, **asked)
     with pytest.raises(NotImplementedError, match=words):

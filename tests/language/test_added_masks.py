@@ -22,6 +22,7 @@ from sage_processors.language.masks import (
     visible_mask,
 )
 from tests.support.combinations import shows  # noqa: F401
+from tests.support.placing import placed
 
 
 EXACT, OURS = "sage_added_exact", "sage_added"
@@ -107,7 +108,7 @@ def text(model, given: dict) -> torch.Tensor:
 @pytest.mark.parametrize("padding", [False, True])
 @pytest.mark.parametrize("name", [*WRITERS, *READERS])
 def test_X89_a_model_that_reads_its_masks_is_eager(name, padding, shows):  # noqa: F811
-    model, given = made(name), inputs(name, padding)
+    model, given = placed((made(name), inputs(name, padding)))
     stock = run(model, given)
     written = text(model, given) if name in WRITERS else None
     exact = copy.deepcopy(model)

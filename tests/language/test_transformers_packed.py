@@ -11,12 +11,13 @@ from sage_kernels.testing import exact_attention, relative_l2
 from sage_processors.language import attention as transformers_attention
 from sage_processors.language.masks import BandMask
 from tests.support.language_calls import ANY_LENGTH, SAME, forward, tiny
+from tests.support.placing import placed
 from tests.support.tiny_language_models import MODELS
 
 
 LENGTHS = (20, 1, 16)
-ENDS = torch.tensor([0, 20, 21, 37], dtype=torch.int32)
-POSITIONS = torch.cat([torch.arange(n) for n in LENGTHS])[None]
+ENDS = placed(torch.tensor([0, 20, 21, 37], dtype=torch.int32))
+POSITIONS = placed(torch.cat([torch.arange(n) for n in LENGTHS])[None])
 ASKED = {
     "position_ids": {"position_ids": POSITIONS},
     "lengths": {"cu_seq_lens_q": ENDS, "cu_seq_lens_k": ENDS, "max_length_q": 20, "max_length_k": 20},
@@ -35,7 +36,9 @@ def exact_varlen(monkeypatch):
         out = torch.zeros_like(q)
         numbers = [list(zip(x.tolist(), x.tolist()[1:], strict=False)) for x in (cu_q, cu_k)]
         for (a, b), (c, d) in zip(*numbers, strict=True):
-            distance = torch.arange(d - c) - torch.arange(b - a)[:, None] - (d - c - b + a)
+            distance = (
+                torch.arange(d - c, device=q.device) - torch.arange(b - a, device=q.device)[:, None] - (d - c - b + a)
+            )
             seen = distance <= 0 if causal else distance == distance
             seen = seen if window is None else seen & (distance.abs() < window)
             inputs = q[None, a:b], k[None, c:d], v[None, c:d]
@@ -134,7 +137,7 @@ def test_P63_lengths_that_disagree_with_position_ids_are_both_heeded(exact_varle
 
     monkeypatch.setattr(transformers_attention.sage_kernels, "sage_attention", attend)
     model, inputs = tiny()
-    ends = torch.tensor([0, 30, 37])
+    ends = placed(torch.tensor([0, 30, 37]))
     forward(model, {"input_ids": inputs["input_ids"][:1], "position_ids": POSITIONS, "use_cache": False,
                     "cu_seq_lens_q": ends, "cu_seq_lens_k": ends})  # fmt: skip
     assert not exact_varlen and seen
@@ -159,6 +162,7 @@ def test_P63_queries_and_keys_of_unlike_lengths():
     module, attend = model.model.layers[0].self_attn, AttentionInterface._global_mapping[ANY_LENGTH]
     query, key, value = torch.randn(1, 4, 9, 16), torch.randn(1, 2, 11, 16), torch.randn(1, 2, 11, 16)
     cu_q, cu_k = torch.tensor([0, 4, 9]), torch.tensor([0, 5, 11])
+    query, key, value, cu_q, cu_k = placed((query, key, value, cu_q, cu_k))
     asked = {"cu_seq_lens_q": cu_q, "cu_seq_lens_k": cu_k, "is_causal": False, "scaling": 0.25}
     out, _ = attend(module, query, key, value, None, **asked)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))

@@ -23,7 +23,7 @@ WORST_FIRST = ("failed", "skipped", "passed")
 # the column of the table, and the files that fill it, each for the cases that it has
 COLUMNS = {
     "CPU": ("cpu", "cpu_newest"),
-    "GPU": ("gpu", "gpu_part", "two_gpus", "sanitizer", "gpu_newest"),
+    "GPU": ("gpu", "gpu_part", "gpu_combinations", "two_gpus", "sanitizer", "gpu_newest"),
 }
 RENEWED_BY = {
     "cpu": 'make test-all ARGS="--outcomes tests/outcomes/cpu.json"',
@@ -33,6 +33,7 @@ RENEWED_BY = {
     "gpu": "make test-gpu",
     # as many as there was a GPU for, beside the last whole run, which may be of earlier sources
     "gpu_part": 'make test-gpu ARGS="--outcomes tests/outcomes/gpu_part.json"',
+    "gpu_combinations": "make test-gpu-combinations",
     "two_gpus": 'make test-gpu ARGS="-m two_gpus --outcomes tests/outcomes/two_gpus.json"',
     "sanitizer": "make sanitize",
 }

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.project.case_table import worst_by_case
+from tests.support.placing import use_gpu
 
 
 def _name(nodeid: str) -> str:
@@ -17,10 +18,11 @@ def _name(nodeid: str) -> str:
 
 def pytest_addoption(parser):
     parser.addoption("--outcomes", type=Path, help="write every test's outcome, and where it ran, to this JSON file")
-    parser.addoption("--on-gpu", action="store_true", help="models whose tests name no device are on the GPU")
+    parser.addoption("--on-gpu", action="store_true", help="tests of combinations put their models on the GPU")
 
 
 def pytest_configure(config):
+    use_gpu(config)
     # with xdist, the workers report to this process, which alone writes
     if config.getoption("--outcomes") and not hasattr(config, "workerinput"):
         from sage_processors.files.whole_file import check_output

@@ -11,6 +11,8 @@ import functools
 import torch
 import transformers as tf
 
+from tests.support.placing import placed
+
 
 MODELS, DECODERS = {}, []
 TOKENS, VOCABULARY = 37, 97
@@ -31,7 +33,7 @@ _VISION = {
 
 def tokens(batch=2, length=TOKENS) -> torch.Tensor:
     """Random token ids without special ones, [batch, length]."""
-    return torch.randint(3, VOCABULARY, (batch, length))
+    return placed(torch.randint(3, VOCABULARY, (batch, length)))
 
 
 def weigh(model) -> None:
@@ -54,7 +56,7 @@ def model(class_name, *, generates=False):
             config, inputs = fn()
             made = getattr(tf, class_name)._from_config(config, attn_implementation="eager")
             weigh(made)
-            return made.float().eval().requires_grad_(False), inputs
+            return placed((made.float().eval().requires_grad_(False), inputs))
 
         MODELS[fn.__name__] = build
         if generates:

@@ -13,6 +13,8 @@ import pytest
 import torch
 from packaging.version import Version
 
+from tests.support.placing import placed
+
 
 MODELS = {}
 OLDEST = Version(diffusers.__version__) < Version("0.37")  # 0.36: the oldest that we claim; what it lacks is skipped
@@ -37,7 +39,7 @@ def model(class_name):
             for parameter in made.parameters():
                 if not parameter.any():
                     torch.nn.init.normal_(parameter, std=0.05)
-            return made, inputs
+            return placed((made, inputs))
 
         MODELS[fn.__name__] = build
         return fn

@@ -5,6 +5,7 @@ from __future__ import annotations
 import diffusers
 import torch
 
+from tests.support.placing import placed
 from tests.support.tiny_models import MODELS
 
 
@@ -14,6 +15,7 @@ OF_SD = ABSENT | {"safety_checker": None, "feature_extractor": None, "requires_s
 
 def _with_drawing(pipe, usual_steps, **usual):
     """(pipe, draw), in which draw(steps, seed, **more) returns latents; usual and more: arguments of the call."""
+    placed(list(pipe.components.values()))
     pipe.set_progress_bar_config(disable=True)
 
     def draw(steps=usual_steps, seed=0, **more):
