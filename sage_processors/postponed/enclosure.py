@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as nn_module
 
-from sage_kernels.compat import function_modes, is_differentiating_forward, is_traced
+from sage_kernels.compat import find, function_modes, is_differentiating_forward, is_traced
 
 from ..patching.patched import code_of
 from .library import is_library_class, is_library_function, is_pythons_function
@@ -23,6 +23,7 @@ from .library import is_library_class, is_library_function, is_pythons_function
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _GLOBAL_HOOKS = [getattr(nn_module, name) for name in ("_global_forward_hooks", "_global_forward_pre_hooks")]
+_frame_callback = find("torch._C._dynamo.eval_frame.get_eval_frame_callback")
 _PLAIN = {torch.Tensor, nn.Parameter, type(None), bool, int, float, complex, str, slice}
 
 
@@ -122,7 +123,13 @@ class Enclosure:
         return self.obstacle
 
     def is_closed(self, block: nn.Module, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> bool:
-        """Return True if a call of the block with these arguments runs only code of libraries."""
+        """Return True if a call of the block with these arguments runs only code of libraries.
+
+        False where Dynamo compiles, also behind a graph break: it would compile what is called here, and see results
+        that wait.
+        """
+        if torch.compiler.is_compiling() or _is_dynamo_active():
+            return False
         if not self.modules or not self._is_as_seen(block):
             self._look(block)
         if self.obstacle or any(_GLOBAL_HOOKS) or function_modes() or is_differentiating_forward():
@@ -130,6 +137,11 @@ class Enclosure:
         if is_traced():
             return False
         return _are_plain(args) and (not kwargs or _are_plain(kwargs.values()))
+
+
+def _is_dynamo_active() -> bool:
+    """Return True if Dynamo compiles the functions that are called next."""
+    return _frame_callback is not None and _frame_callback() not in (None, False)
 
 
 _MOVERS = {"_hf_hook", "_diffusers_hook"}  # attributes by which accelerate and diffusers move and cast weights

@@ -31,7 +31,7 @@ class Pipe:
 @torch.no_grad()
 def denoise(pipe, model, inputs, steps=STEPS):
     """The loop of a flow-matching pipeline; `model` is pipe.transformer, compiled or not."""
-    pipe.scheduler.set_timesteps(steps)
+    pipe.scheduler.set_timesteps(steps, device=inputs["hidden_states"].device)
     latents = inputs["hidden_states"]
     for t in pipe.scheduler.timesteps:
         noise = model(**inputs | {"hidden_states": latents, "timestep": t.reshape(1) / 1000}).sample

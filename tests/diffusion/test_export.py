@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import sage_processors as sp
+from sage_kernels.testing import sqnr_db
 from tests.diffusion.test_compile import Pipe
 from tests.support.tiny_models import MODELS
 
@@ -28,5 +29,7 @@ def test_P36_an_exported_program_runs_int8_attention(name, scaling, strict):
         program = torch.export.export(model, (), inputs, strict=strict)
         found = {name for name in targets(program) if "attention" in name}
         assert found == {f"sage_kernels.attention{'' if scaling == 'dynamic' else '_planned'}.default"}
-        assert torch.equal(program.module()(**inputs).sample, ours)
+        out = program.module()(**inputs).sample
+        # on a GPU norms and rotary embeddings of eager code are fused: their sums round elsewhere
+        assert torch.equal(out, ours) if out.device.type == "cpu" else sqnr_db(out, ours) > 40
         assert handle.report().fallbacks == {}

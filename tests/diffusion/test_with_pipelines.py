@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import sage_processors as sp
 from sage_kernels.testing import relative_l2, sqnr_db
@@ -242,7 +243,9 @@ def test_X51_linear_layers_in_8_bit_of_our_own(format, shows):  # noqa: F811
 def gradient(model, inputs):
     parameter = model.transformer_blocks[0].attn.to_q.weight.requires_grad_(True)
     model.train()
-    out = model(**inputs, return_dict=False)[0]
+    # by PyTorch 2.11 on an H200, its own choice, the gradient of this model in bf16 had numbers of 1e36
+    with sdpa_kernel(SDPBackend.MATH):
+        out = model(**inputs, return_dict=False)[0]
     (found,) = torch.autograd.grad(out.square().mean(), [parameter])
     return found
 

@@ -24,14 +24,14 @@ MAKE = ROOT / "kernels" / "hub" / "make.py"
 REPOSITORY = "me/sage-int8-flash2"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def repository(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("hub") / "repository"
     subprocess.run([sys.executable, MAKE, folder], check=True)
     return folder
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")  # a process can register its operators once
 def kernel(repository):
     """As kernels/importer.py does: the package by its path, under a name of no importable place."""
     name = "_hub_kernel_of_a_test"

@@ -9,6 +9,7 @@ from transformers import DynamicCache, EncoderDecoderCache
 
 import sage_processors as sp
 from tests.language.tiny_cache_models import cached, states
+from tests.support.placing import placed
 from tests.support.tiny_language_models import MODELS
 
 
@@ -18,7 +19,7 @@ def encoder_decoder(name, layers=2):
         config = model.config
         config.num_layers = config.num_decoder_layers = config.decoder_layers = layers
         torch.manual_seed(0)
-        model = type(model)(config).eval()
+        model = placed(type(model)(config).eval())
         model.set_attn_implementation("sage_int8")
     return model, inputs["input_ids"], inputs["decoder_input_ids"]
 
