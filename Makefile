@@ -52,7 +52,7 @@ test-gpu: $(INSTALLED)
 		--outcomes tests/outcomes/gpu.json $(ARGS)
 
 # what docs/compatibility.md says of a GPU: tests of combinations with other features, with their models on the GPU
-COMBINATIONS = tests/diffusion/test_with_*.py tests/diffusion/test_compile.py tests/diffusion/test_export.py \
+COMBINATIONS = tests/diffusion/test_with_*.py tests/diffusion/test_lifecycle.py tests/diffusion/test_doors.py tests/diffusion/test_compile.py tests/diffusion/test_export.py \
 	tests/hub/test_hub_kernel.py tests/language/test_added_masks.py tests/language/test_kv_cache_models.py \
 	$(addprefix tests/language/test_transformers_,packed.py export.py choice.py visible.py gradients.py)
 test-gpu-combinations: $(INSTALLED)

@@ -6,7 +6,9 @@
 Random weights of Llama 3.1 8B's shape. Every call has a new cache, as users have. A streamer notes when each token
 arrives on the host; the first tokens, in which graphs are captured and code is compiled, don't count. Rows of suite
 generate, case llama8b_b{batch}_{context}, metric time in ms a token, ratio_vs_cudnn against the fastest stock of the
-run; `first_call` is the time of a provider's first call in s, with all compiling and capturing.
+run; `first_call` is the time of a provider's first call in s, with all compiling and capturing; `peak_memory` that of
+its last call in GiB. "small" and "small_int8_head" drop 16-bit weights, the second those of lm_head too. torchao's
+INT8 and FP8 weights run as torchao advises: in stock's static cache, compiled.
 """
 
 from __future__ import annotations
@@ -25,7 +27,16 @@ from sage_kernels.results import append_row, check_appendable
 
 
 SETTLED = 8  # tokens of a call before those that count
-PROVIDERS = ("stock_dynamic", "stock_static_compiled", "fast", "attention_and_cache")
+# Those from "small" on change a model for good and get one of their own
+OURS = {
+    "fast": lambda: sp.SageAttnProcessor("fast"),
+    "attention_and_cache": lambda: sp.SageAttnProcessor(graphs="auto"),
+    "small": lambda: sp.SageAttnProcessor("small"),
+    "small_int8_head": lambda: sp.SageAttnProcessor("small", layers={"lm_head": {"linears": "int8"}}),
+}
+TORCHAO = {"torchao_int8_weights": "Int8WeightOnlyConfig", "torchao_fp8_weights": "Float8WeightOnlyConfig"}
+PROVIDERS = ("stock_dynamic", "stock_static_compiled", *OURS, *TORCHAO)
+USUAL = PROVIDERS[:4]
 
 
 class Clock:
@@ -94,25 +105,31 @@ class _Ticking:
 
 
 def run(provider: str, model: Any, ids: torch.Tensor, new: int) -> dict[str, Any]:
-    """Run one provider. Returns its first call in s, quantiles of ms a token of its last call, and its tokens."""
+    """Run one provider. Returns its first call in s, quantiles of ms a token and GiB of its last call, its tokens."""
     handle, options = None, {}
-    if provider == "stock_static_compiled":
+    if provider in OURS:
+        handle = sp.apply(model, OURS[provider]())
+    elif provider != "stock_dynamic":
         options = {"cache_implementation": "static"}
-    elif not provider.startswith("stock"):
-        config = sp.SageAttnProcessor("fast") if provider == "fast" else sp.SageAttnProcessor(graphs="auto")
-        handle = sp.apply(model, config)
+    if provider in TORCHAO:
+        import torchao.quantization as ao
+
+        ao.quantize_(model, getattr(ao, TORCHAO[provider])())
     try:
         _, _, first = generated(model, ids, new, **options)
         calls = 1 if provider == "stock_dynamic" else 2
         for _ in range(calls):
+            if ids.is_cuda:
+                torch.cuda.reset_peak_memory_stats(ids.device)
             out, gaps, _ = generated(model, ids, new, **options)
+        peak = torch.cuda.max_memory_allocated(ids.device) / 2**30 if ids.is_cuda else None
         if handle is not None:
             print(*handle.report().notes, sep="\n", flush=True)
     finally:
-        if handle is not None:
+        if handle is not None and provider in USUAL:
             handle.remove()
     p20, median, p80 = (statistics.quantiles(gaps, n=10)[i] for i in (1, 4, 7))
-    return {"first": first, "times": (p20, median, p80), "tokens": out[:, ids.shape[1] :]}
+    return {"first": first, "times": (p20, median, p80), "tokens": out[:, ids.shape[1] :], "peak": peak}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -120,7 +137,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--context", type=int, nargs="*", default=[4096], help="tokens of the prompt")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--new", type=int, default=32, help="new tokens")
-    parser.add_argument("--providers", nargs="*", choices=PROVIDERS, default=list(PROVIDERS))
+    parser.add_argument("--providers", nargs="*", choices=PROVIDERS, default=list(USUAL))
     parser.add_argument("--tiny", action="store_true", help="a tiny model")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--no-save", action="store_true")
@@ -130,33 +147,43 @@ def main(arguments: list[str] | None = None) -> int:
     if save:
         check_appendable(options.csv)
     device = torch.device(options.device)
-    model = make_model(options.tiny, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
-    failed = 0
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    model = make_model(options.tiny, device, dtype)
+    shape, failed = model.config, 0
     for context in options.context:
-        ids = torch.randint(3, model.config.vocab_size, (options.batch, context), device=device)
+        ids = torch.randint(3, shape.vocab_size, (options.batch, context), device=device)
         name, found = f"llama8b_b{options.batch}_{context}{'/tiny' * options.tiny}", {}
         for provider in options.providers:
             try:
+                if model is None or provider not in USUAL:
+                    model = None
+                    gc.collect()
+                    model = make_model(options.tiny, device, dtype)
                 found[provider] = run(provider, model, ids, options.new)
+                model = model if provider in USUAL else None
             except Exception as error:  # the others go on
-                failed += not provider.startswith("stock")
+                failed += provider in OURS
                 print(f"{name:28} {provider:24} failed: {type(error).__name__}: {str(error)[:200]}", flush=True)
                 continue
-            first, (_, median, _) = found[provider]["first"], found[provider]["times"]
-            print(f"{name:28} {provider:24} {median:8.3f} ms a token, first call {first:6.2f} s", flush=True)
+            first, (_, median, _), peak = (found[provider][key] for key in ("first", "times", "peak"))
+            print(
+                f"{name:28} {provider:24} {median:8.3f} ms a token, first call {first:6.2f} s, {peak} GiB", flush=True
+            )
             torch.cuda.empty_cache() if device.type == "cuda" else None
         stock = [x["times"][1] for provider, x in found.items() if provider.startswith("stock")]
         for provider, x in found.items() if save else ():
-            ours = not provider.startswith("stock")
+            ours = provider in OURS
             shared = {"suite": "generate", "case": name, "provider": "sage_kernels" if ours else provider,
-                      "recipe": f"preset_{provider}" if provider == "fast" else provider if ours else "",
-                      "batch": options.batch, "heads": model.config.num_attention_heads,
-                      "kv_heads": model.config.num_key_value_heads, "seq_q": 1, "seq_k": context,
-                      "head_dim": model.config.head_dim, "causal": True}  # fmt: skip
+                      "recipe": f"preset_{provider}" if provider in ("fast", "small") else provider if ours else "",
+                      "batch": options.batch, "heads": shape.num_attention_heads,
+                      "kv_heads": shape.num_key_value_heads, "seq_q": 1, "seq_k": context,
+                      "head_dim": shape.head_dim, "causal": True}  # fmt: skip
             p20, median, p80 = (f"{value:.4f}" for value in x["times"])
             ratio = {"ratio_vs_cudnn": f"{min(stock) / x['times'][1]:.3f}"} if stock else {}
             append_row(options.csv, **shared, **ratio, metric="time", unit="ms", median=median, p20=p20, p80=p80)
             append_row(options.csv, **shared, metric="first_call", unit="s", median=f"{x['first']:.2f}")
+            if x["peak"] is not None:
+                append_row(options.csv, **shared, metric="peak_memory", unit="GiB", median=f"{x['peak']:.3f}")
     return int(failed > 0)
 
 

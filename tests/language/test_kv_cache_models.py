@@ -21,6 +21,8 @@ def encoder_decoder(name, layers=2):
         torch.manual_seed(0)
         model = placed(type(model)(config).eval())
         model.set_attn_implementation("sage_int8")
+    if model.get_decoder().config._attn_implementation == "eager":
+        pytest.skip(f"transformers {tf.__version__} gives T5's encoder and decoder no attention implementation")
     return model, inputs["input_ids"], inputs["decoder_input_ids"]
 
 

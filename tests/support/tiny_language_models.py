@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 
-import pytest
 import torch
 import transformers as tf
 
@@ -118,8 +117,6 @@ def whisper():
 
 @model("T5ForConditionalGeneration")
 def t5():
-    if not hasattr(tf.models.t5.modeling_t5, "ALL_ATTENTION_FUNCTIONS"):
-        pytest.skip(f"T5 of transformers {tf.__version__} computes attention by itself")
     config = tf.T5Config(
         vocab_size=VOCABULARY, d_model=64, d_kv=16, d_ff=96, num_layers=2, num_heads=4, pad_token_id=0,
         decoder_start_token_id=1, eos_token_id=2,
