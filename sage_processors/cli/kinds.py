@@ -11,6 +11,7 @@ from typing import Any
 import typer
 
 from ..option_groups import IN_16_BIT
+from ..unsupported import UnsupportedAttentionError
 from . import loading
 from .checks import check_names, refusing
 
@@ -58,8 +59,9 @@ def look_at(name: str) -> Looked:
     skeleton = loading.load_language_skeleton(name)
     if skeleton is None:
         return _pipeline(name)
-    config, kind = skeleton.config, type(skeleton).__name__
-    if config.is_encoder_decoder or skeleton.main_input_name != "input_ids" or config.get_text_config() is not config:
+    config, kind, writes = skeleton.config, type(skeleton).__name__, skeleton.can_generate()
+    reads_text = skeleton.main_input_name == "input_ids" and (writes or config.get_text_config() is config)
+    if config.is_encoder_decoder or not reads_text:
         raise typer.BadParameter(
             f"{name} is a {kind}, expected a pipeline of diffusers, a language model or a sentence encoder; `report` "
             "lists the layers of any model",
@@ -67,9 +69,14 @@ def look_at(name: str) -> Looked:
         )
     from ..language.choice import refuse_without_attention
 
-    with refusing(name, "MODEL"):
+    try:
         refuse_without_attention(skeleton, "sage_int8")
-    return Looked(name, TEXT if skeleton.can_generate() else EMBEDDING, skeleton)
+    except UnsupportedAttentionError as error:
+        raise typer.BadParameter(
+            f"{name} is a {kind}, none of whose layers takes an attention implementation: nothing can run in INT8",
+            param_hint="MODEL",
+        ) from error
+    return Looked(name, TEXT if writes else EMBEDDING, skeleton)
 
 
 def _pipeline(name: str) -> Looked:
@@ -84,8 +91,12 @@ def _pipeline(name: str) -> Looked:
             )
         index = diffusers.DiffusionPipeline.load_config(source)
         known = inspect.signature(getattr(diffusers, index["_class_name"]).__call__).parameters
-        if "prompt" not in known or "num_inference_steps" not in known:
-            raise typer.BadParameter(f"{name} is a {index['_class_name']}, expected one that draws a prompt")
+        wanted = {key for key, value in known.items() if value.default is value.empty} - {"self", "prompt", "kwargs"}
+        if wanted or not {"prompt", "num_inference_steps"} <= known.keys():
+            raise typer.BadParameter(
+                f"{name} is a {index['_class_name']}, expected a pipeline that draws from a prompt alone",
+                param_hint="MODEL",
+            )
         scheduler = getattr(diffusers, (index.get("scheduler") or [None, ""])[1] or "", None)
         config = {} if scheduler is None else scheduler.load_config(source, subfolder="scheduler")
     kind = CLIP if "num_frames" in known else PICTURE

@@ -56,7 +56,7 @@ CsvOption = Annotated[Path | None, typer.Option(help="A results.csv to append th
 StepsOption = Annotated[int, typer.Option(min=1, help="The number of denoising steps.")]
 MOST_IMAGES = 10_000
 ImagesOption = Annotated[int, typer.Option(min=1, max=MOST_IMAGES, help="The number of pictures.")]
-BatchOption = Annotated[int, typer.Option(min=1, help="Pictures in one pipeline call.")]
+BatchOption = Annotated[int, typer.Option(min=1, help="Pictures, or pieces of text, in one call.")]
 SeedOption = Annotated[int, typer.Option(min=0, max=2**62, help="The seed of the first picture. Later ones count up.")]
 
 

@@ -15,6 +15,7 @@ from rich.table import Table
 from .. import pipelines
 from ..option_groups import IN_16_BIT, LINEARS
 from ..options import SageAttnProcessor
+from ..presets import heading
 from . import loading
 from .checks import check_csv, check_folder, check_names, float32_settings_kept, refusing
 from .kinds import DRAWN, EMBEDDING, TEXT, Looked, check_options, fitting, look_at
@@ -40,7 +41,9 @@ from .loading import (
 
 
 MOST_PIXELS, MOST_TOKENS = 2**14, 2**20  # far beyond any model
-PresetOption = Annotated[str, typer.Option(help="The preset to run, such as fast; none: INT8 attention alone.")]
+PresetOption = Annotated[
+    str, typer.Option(help="The preset, such as fast; none: INT8 attention alone, of texts with its cache.")
+]
 OwnRecipeOption = Annotated[
     str | None,
     typer.Option(
@@ -123,6 +126,8 @@ def time_model(
             table.add_column(name, justify="right")
         for way, time in times.items():
             table.add_row(way, *("–" if x is None else f"{x:.3f}" for x in time))
+        if heading(config):
+            console.print(heading(config), markup=False, highlight=False)
         console.print(table)
         console.print(said, soft_wrap=True, highlight=False, markup=False)
 

@@ -6,6 +6,7 @@ import json
 import shutil
 
 import pytest
+import transformers
 from typer.testing import CliRunner
 
 import sage_processors as sp
@@ -148,11 +149,15 @@ def test_options_that_a_model_would_ignore(command, model, option, value, tmp_pa
 
 
 def test_models_that_are_not_measured(tmp_path):
+    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "WanImageToVideoPipeline"}))
+    assert "is a WanImageToVideoPipeline, expected a pipeline that draws from a prompt" in said("time", tmp_path)
     transformer = sp.pipelines.path("tiny_flux") / "transformer"
     assert "holds a FluxTransformer2DModel alone, expected a whole pipeline" in said("time", transformer)
     for name, kind in (("t5", "T5ForConditionalGeneration"), ("siglip", "SiglipModel")):
         folder = folder_of(name, tmp_path / name)
         assert f"is a {kind}, expected a pipeline of diffusers, a language model or" in said("rate", folder)
+    transformers.MambaConfig(architectures=["MambaForCausalLM"], hidden_size=32).save_pretrained(tmp_path / "mamba")
+    assert "none of whose layers takes an attention implementation" in said("time", tmp_path / "mamba")
 
 
 @pytest.mark.parametrize("name", ["rating.json", "index.html", "pictures"])

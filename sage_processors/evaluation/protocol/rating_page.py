@@ -38,7 +38,7 @@ def write_page(state: dict[str, Any], path: Path) -> None:
     named = {"int8": "INT8"} | ({"reference": "stock"} if settings.get("reference") == "stock" else {})
     names = [key for key in TITLES if any(key in found for found in summary["means"].values())]
     shown = [row for row in state["rows"] if "pictures" in row]
-    title = escape(f"{Path(settings['model']).name}: INT8 beside stock")
+    title = escape(f"{Path(settings['model']).name or settings['model']}: INT8 beside stock")
     head = ["drawn with" if shown else "run with", *(TITLES[key] for key in names)]
     lines = [
         [named.get(way, way), *(_cell(found.get(key)) for key in names)] for way, found in summary["means"].items()
