@@ -194,6 +194,7 @@ def rate(
     config = _config(model, preset, recipe, linears, policy)
     looked = look_at(model)
     check_options(ctx, looked, config.recipe)
+    config = replace(config, linears=replace(config.linears, drop_weights=False))  # later batches of stock need them
     with answer(as_json) as found, _resumable(output):
         bar = functools.partial(steps_bar, Path(model).name)
         if looked.kind in DRAWN:

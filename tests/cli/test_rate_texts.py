@@ -111,7 +111,8 @@ def test_a_language_models_rating_takes_short_texts_and_no_other_ratings_place(t
 
 
 @pytest.mark.parametrize(
-    ("options", "has_linears"), [((), True), (("--linears", "none"), False), (("--preset", "none"), False)]
+    ("options", "has_linears"),
+    [((), True), (("--preset", "small"), True), (("--linears", "none"), False), (("--preset", "none"), False)],
 )
 def test_a_language_model_runs_the_preset_fast_unless_told_otherwise(
     options, has_linears, wide, tmp_path, monkeypatch
@@ -119,12 +120,17 @@ def test_a_language_model_runs_the_preset_fast_unless_told_otherwise(
     monkeypatch.setattr(timing, "ROUNDS", 1)
     small = (wide, *options, "--device", "cpu", "--json", "--new-tokens", 2)
     timed = invoke("time", *small, "--prompt-tokens", 16, "--timed", 1)
-    rated = invoke("rate", *small, "--context", 16, "--windows", 1, "--output", tmp_path / "r")
+    rated = invoke("rate", *small, "--context", 16, "--windows", 2, "--batch", 1, "--output", tmp_path / "r")
     for found in (timed, rated):
         assert (found["linear_calls"] > 0) == has_linears and found["int8_calls"] > 0
         assert ("no linear layer" in found["verdict"]) != has_linears
-    settings = json.loads((tmp_path / "r" / "rating.json").read_text())["settings"]
-    assert ("linears" in settings["options"]) == has_linears or "none" in settings["options"]
+    state = json.loads((tmp_path / "r" / "rating.json").read_text())
+    preset = "'small'" if "small" in options else "None" if "--preset" in options else "'fast'"
+    assert f"preset={preset}" in state["settings"]["options"]
+    model, tokenizer = language.load(wide)
+    text = language.perplexity(model, language.heldout_windows(tokenizer, 16, count=2))
+    losses = [row["metrics"]["stock"]["loss"] for row in state["rows"]]
+    assert losses == pytest.approx(text.losses.tolist(), abs=1e-6)  # of later batches, too
 
 
 def test_a_sentence_encoder_is_rated_by_its_embeddings(encoder, tmp_path, monkeypatch):
