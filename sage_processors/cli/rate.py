@@ -208,12 +208,10 @@ def rate(
             )  # fmt: skip
         else:
             pieces, config = _pieces(looked, config, windows, context, new_tokens, chat)
-            given: dict[str, Any] = {"name": model, "batch": batch, "progress": functools.partial(bar, unit="batches")}
-            loaded = _loaded(looked, device, dtype)
-            if looked.kind == TEXT:
-                given |= {"chat": chat, "new_tokens": new_tokens}
-            run = rating_language.rate_language if looked.kind == TEXT else rating_language.rate_encoder
-            state = run(loaded, pieces, config, output, **given)
+            state = rating_language.rate_texts(
+                _loaded(looked, device, dtype), pieces, config, output, name=model, writes=looked.kind == TEXT,
+                chat=chat, new_tokens=new_tokens, batch=batch, progress=functools.partial(bar, unit="batches"),
+            )  # fmt: skip
         name = Path(model).name
         if csv is not None and str(csv.resolve()) not in state.get("csv", ()) and state["summary"]["int8_calls"]:
             if looked.kind == TEXT:

@@ -43,53 +43,40 @@ FIGURES: tuple[tuple[str, str, str, Callable[[list[float]], float]], ...] = (  #
 )
 
 
-def rate_language(
+def rate_texts(
     model: Any,
     windows: torch.Tensor,
     config: SageAttnProcessor,
     folder: Path,
     *,
     name: str,
+    writes: bool = True,
     chat: bool = False,
     new_tokens: int = 64,
     batch: int = 4,
     progress: Progress = unseen,
 ) -> dict[str, Any]:
-    """Return a rating as of `rating.rate`, of a language model, without pictures.
+    """Return a rating as of `rating.rate`, without pictures. The reference is the model in fp32.
 
-    The reference is the model in fp32. Greedy texts go on from each window's first quarter.
-
-    Args: windows: token ids, int64 [W, S]. name: of the model. chat: of `heldout_windows`.
+    Args:
+        windows: token ids, int64 [W, S]. name: of the model. writes: it is a language model, not a sentence encoder.
+        chat: of `heldout_windows`. new_tokens: greedy ones after each window's first quarter.
     """
-    settings = own_settings(model, name, config) | {
-        "windows": list(windows.shape), "chat": chat, "new_tokens": new_tokens, "batch": batch,
-    }  # fmt: skip
+    written = {"chat": chat, "new_tokens": new_tokens} if writes else {}
+    settings = own_settings(model, name, config) | {"windows": list(windows.shape), "batch": batch} | written
 
     def measure(part: slice, tick: Tick) -> list[dict[str, Any]]:
-        return _texts(model, windows[part], config, new_tokens, tick)
+        own = windows[part]
+        rows = _texts(model, own, config, new_tokens) if writes else _embeddings(model, own, config)
+        tick()
+        return rows
 
-    return go_on(
-        started(folder, settings) | {"notes": []}, folder, len(windows), batch, measure, _of_texts, progress, 1
-    )
-
-
-def rate_encoder(
-    model: Any, windows: torch.Tensor, config: SageAttnProcessor, folder: Path, *, name: str, batch: int = 4,
-    progress: Progress = unseen,
-) -> dict[str, Any]:  # fmt: skip
-    """Return a rating as of `rate_language`, of a sentence encoder: 1 - cosine to its embeddings in fp32."""
-    settings = own_settings(model, name, config) | {"windows": list(windows.shape), "batch": batch}
-
-    def measure(part: slice, tick: Tick) -> list[dict[str, Any]]:
-        return _embeddings(model, windows[part], config, tick)
-
-    return go_on(
-        started(folder, settings) | {"notes": []}, folder, len(windows), batch, measure, _of_embeddings, progress, 1
-    )
+    state, summarised = started(folder, settings) | {"notes": []}, _of_texts if writes else _of_embeddings
+    return go_on(state, folder, len(windows), batch, measure, summarised, progress, 1)
 
 
 @torch.no_grad()
-def _texts(model, part: torch.Tensor, config, new_tokens: int, tick: Tick) -> list[dict[str, Any]]:
+def _texts(model, part: torch.Tensor, config, new_tokens: int) -> list[dict[str, Any]]:
     """Return a row for each window."""
     prompts = part[:, : max(part.shape[1] // 4, 2)]
     chunk, batch = min(CHUNK, part.shape[1] - 1), len(part)
@@ -119,7 +106,6 @@ def _texts(model, part: torch.Tensor, config, new_tokens: int, tick: Tick) -> li
             lead = results[case].margin[i]
             own[way] |= {"kv_bytes": results[case].kv_bytes_per_token} | ({} if lead is None else {"lead": lead})
         rows.append({"metrics": own, "calls": calls})
-    tick()
     return rows
 
 
@@ -140,7 +126,7 @@ def _log_probabilities(model, part: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def _embeddings(model, part: torch.Tensor, config, tick: Tick) -> list[dict[str, Any]]:
+def _embeddings(model, part: torch.Tensor, config) -> list[dict[str, Any]]:
     """Return a row for each window."""
     part = part.to(model.device)
     with language.float32_copy(model) as exact:
@@ -150,7 +136,6 @@ def _embeddings(model, part: torch.Tensor, config, tick: Tick) -> list[dict[str,
     for way, found, calls in _in_each_way(model, config, lambda: language.embeddings(model, part)):
         for row, near in zip(rows, cosine(wanted, found.double(), dim=-1).tolist(), strict=True):
             row["metrics"][way], row["calls"] = {"distance": max(1 - near, 0.0)}, calls
-    tick()
     return rows
 
 
@@ -202,7 +187,7 @@ def _of_embeddings(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def append_rows(path: Path, name: str, state: dict[str, Any], config: Any, recipe: str) -> None:
-    """Append the figures of `rate_language` to results.csv, as cases of `name`. config: of the model."""
+    """Append the figures of `rate_texts` to results.csv, as cases of `name`. config: of the model."""
     from sage_kernels.results import append_row
 
     heads, length = config.num_attention_heads, state["settings"]["windows"][1]

@@ -33,7 +33,7 @@ TITLES = {
 
 
 def write_page(state: dict[str, Any], path: Path) -> None:
-    """Write the page of `rating.rate` or `rating_language.rate_language` beside its pictures."""
+    """Write the page of `rating.rate` or `rating_language.rate_texts` beside its pictures."""
     settings, summary = state["settings"], state["summary"]
     named = {"int8": "INT8"} | ({"reference": "stock"} if settings.get("reference") == "stock" else {})
     names = [key for key in TITLES if any(key in found for found in summary["means"].values())]
