@@ -61,7 +61,7 @@ def test_rate_draws_measures_and_writes_a_page(tmp_path):
     assert len(psnr) == 2 and found["worst_psnr_db"] == min(psnr) and all(35 < value < 100 for value in psnr)
     assert found["means"]["another exact kernel"]["psnr_db"][0] > 100 > found["means"]["int8"]["psnr_db"][0]
     assert found["int8_calls"] > 0 and "too few to say" in found["verdict"]
-    assert "in 8 bit ran 100% of attention calls and no linear layer" in found["verdict"]
+    assert "100% of attention calls and no linear layer ran in 8 bit" in found["verdict"]
     page = Page(tmp_path / "r" / "index.html")
     assert len(page.images) == 6 and all(
         image["alt"] and (tmp_path / "r" / image["src"]).is_file() for image in page.images
@@ -182,7 +182,7 @@ def row(ours: float, floor: float, calls=(3, 0, 0, 0)) -> dict:
         ),
         ([row(51 + i, 50 + i) for i in range(8)], "INT8 is nearer to the reference"),
         ([row(30, 50)] * 5, "5 of at least 6 pictures, too few"),
-        ([row(30, 50, (0, 3, 1, 3))] * 8, "in 8 bit ran no attention call and 25% of linear layers' calls"),
+        ([row(30, 50, (0, 3, 1, 3))] * 8, "no attention call and 25% of linear layers' calls ran in 8 bit"),
         ([row(30, 50, (0, 3, 0, 1))] * 8, "Not rated: no call ran in INT8"),
     ],
 )
@@ -255,8 +255,8 @@ def test_a_picture_is_what_surrounds_the_steps_and_all_steps(whole, monkeypatch)
         (
             1.0,
             (9, 0, 1, 3),
-            "Yes, on A GPU: 1.00 s a picture, stock 2.00 s (0.50), 3.0 GiB for stock's 3.0; in 8 bit ran "
-            "100% of attention calls and 25% of linear layers' calls.",
+            "Yes, on A GPU: 1.00 s a picture, stock 2.00 s (0.50), 3.0 GiB for stock's 3.0; 100% "
+            "of attention calls and 25% of linear layers' calls ran in 8 bit.",
         ),
         (1.98, (9, 0, 0, 0), "No, on A GPU: 1.98"),
         (1.0, (0, 9, 1, 0), "Yes, on A GPU: 1.00"),

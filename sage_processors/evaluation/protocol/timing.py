@@ -68,7 +68,7 @@ class Calls(NamedTuple):
                 ("linear layers' calls", "linear layer", self.linear_calls, self.other_linear_calls),
             )
         ]
-        return f"in 8 bit ran {' and '.join(said)}"
+        return f"{' and '.join(said)} ran in 8 bit"
 
 
 def time_calls(
