@@ -27,6 +27,7 @@ from measure_language import KINDS, text_of  # noqa: E402
 import sage_processors as sp  # noqa: E402
 from sage_kernels import DEFAULT_RECIPE  # noqa: E402
 from sage_kernels.results import append_row  # noqa: E402
+from sage_processors.evaluation.language import embeddings  # noqa: E402
 from tests.support import real_models  # noqa: E402
 
 
@@ -62,7 +63,6 @@ def halves(kind: str, most: int) -> list[tuple[str, str]]:
     return [(" ".join(x[: len(x) // 2]), " ".join(x[len(x) // 2 :])) for x in chosen]
 
 
-@torch.no_grad()
 def embed(model: Any, tokenizer: Any, texts: list[str]) -> torch.Tensor:
     """Embeddings, fp32 [N, features]: the mean over tokens, of length 1."""
     found = []
@@ -70,8 +70,7 @@ def embed(model: Any, tokenizer: Any, texts: list[str]) -> torch.Tensor:
         given = tokenizer(
             texts[start : start + 16], padding=True, truncation=True, max_length=TOKENS, return_tensors="pt"
         )
-        hidden, mask = model(**given).last_hidden_state.float(), given["attention_mask"][..., None].float()
-        found.append(torch.nn.functional.normalize((hidden * mask).sum(1) / mask.sum(1), dim=-1))
+        found.append(embeddings(model, given["input_ids"], given["attention_mask"]))
     return torch.cat(found)
 
 

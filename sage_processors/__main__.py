@@ -1,6 +1,6 @@
 """Run `python -m sage_processors`, the same as the command sage-processors."""
 
-from .cli.main import main
+from .cli import run
 
 
-main()
+run()

@@ -1,6 +1,6 @@
 """Run the command sage-processors as `python -m sage_processors.cli`."""
 
-from .main import main
+from . import run
 
 
-main()
+run()

@@ -19,7 +19,7 @@ from .loading import (
     DtypeOption,
     ImagesOption,
     JsonOption,
-    ModelArgument,
+    PipelineArgument,
     SeedOption,
     StepsOption,
     answer,
@@ -45,7 +45,7 @@ def _options(model: str, linears: list[str] | None = None) -> SageAttnProcessor:
 
 @float32_settings_kept()
 def calibrate_policy(
-    model: ModelArgument = "tiny_sd",
+    model: PipelineArgument = "tiny_sd",
     target_psnr: Annotated[float | None, typer.Option(help="The budget: least mean PSNR against stock, dB.")] = None,
     max_attention_error: Annotated[
         float | None, typer.Option(help="The budget: largest relative L2 error of a layer's attention.")

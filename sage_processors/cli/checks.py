@@ -36,6 +36,17 @@ def check_file(path: Path | None, option: str, suffix: str) -> None:
         _refuse(check_output, path, option)
 
 
+def check_folder(folder: Path, option: str, files: Iterable[str], folders: Iterable[str]) -> None:
+    """Raise typer.BadParameter unless a folder is there or can be made, with room for these files and folders."""
+    if not folder.parent.is_dir() or (folder.exists() and not folder.is_dir()):
+        raise typer.BadParameter(f"{folder}: expected a folder, new or of an earlier rating", param_hint=option)
+    for path in [folder / name for name in files] if folder.is_dir() else [folder]:
+        _refuse(check_output, path, option)
+    for path in [folder / name for name in folders]:
+        if path.exists() and not path.is_dir():
+            raise typer.BadParameter(f"{path} is no folder, expected one or none", param_hint=option)
+
+
 def check_picture(path: Path) -> None:
     """Raise typer.BadParameter if the --output is not the name of a picture or can't be written."""
     if _picture_format(path) is None:

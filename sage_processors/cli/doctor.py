@@ -65,8 +65,8 @@ def verdict(device: torch.device, passed: bool, rows: list[dict]) -> str:
         return "Not fit for INT8 attention: a check of its results failed."
     if device.type != "cuda":
         return (
-            "All checks passed, but there is no GPU: INT8 attention runs in its reference here, made to compare"
-            " pictures and is slower than stock."
+            "All checks passed, but there is no GPU: INT8 attention runs in its reference here, which shows how near "
+            "it is to stock but is slower."
         )
     name = torch.cuda.get_device_name(device)
     if problems := [row["problem"] for row in rows if row["problem"]]:

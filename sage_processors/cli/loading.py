@@ -33,8 +33,13 @@ DTYPES = ("bfloat16", "float16", "float32")
 console = Console(width=None if sys.stdout.isatty() else 160)
 
 RECIPES = ", ".join(name for name in get_args(RecipeName) if name not in ("mixed", IN_16_BIT))
-MODEL = "An embedded model (tiny_sd, tiny_flux, tiny_wan, tiny_lm), a folder, or a name on the Hub."
-ModelArgument = Annotated[str, typer.Argument(help=MODEL)]
+PipelineArgument = Annotated[
+    str, typer.Argument(help="An embedded pipeline (tiny_sd, tiny_flux, tiny_wan), a folder, or a name on the Hub.")
+]
+ModelArgument = Annotated[
+    str,
+    typer.Argument(help="An embedded model (tiny_sd, tiny_flux, tiny_wan, tiny_lm), a folder, or a name on the Hub."),
+]
 RecipeOption = Annotated[
     str, typer.Option(help=f"Number formats of attention's matmuls: {RECIPES}. Pipelines also take mixed.")
 ]
@@ -51,7 +56,7 @@ CsvOption = Annotated[Path | None, typer.Option(help="A results.csv to append th
 StepsOption = Annotated[int, typer.Option(min=1, help="The number of denoising steps.")]
 MOST_IMAGES = 10_000
 ImagesOption = Annotated[int, typer.Option(min=1, max=MOST_IMAGES, help="The number of pictures.")]
-BatchOption = Annotated[int, typer.Option(min=1, help="Pictures in one pipeline call.")]
+BatchOption = Annotated[int, typer.Option(min=1, help="Pictures, or pieces of text, in one call.")]
 SeedOption = Annotated[int, typer.Option(min=0, max=2**62, help="The seed of the first picture. Later ones count up.")]
 
 
@@ -161,23 +166,29 @@ def _quiet(name: str, extra: str) -> Any:
     return library
 
 
-def _locate(name: str) -> str:
+def locate(name: str, *, with_texts: bool = False) -> str:
     """Return the folder or Hub name that diffusers loads for `name`.
 
-    Raises: typer.BadParameter if `name` is no embedded pipeline, no folder and no name on the Hub.
+    with_texts: the command takes language models, too. Raises: typer.BadParameter if `name` is no embedded model, no
+        folder and no name on the Hub.
     """
+    from ..evaluation.held_out_text import EMBEDDED_NAME
+
     if name in (*pipelines.PIPELINES, *pipelines.VIDEOS):
         try:
             return str(pipelines.path(name))
         except FileNotFoundError as error:
             raise typer.BadParameter(str(error)) from error
-    known = f"the embedded ones are {', '.join([*pipelines.names(), *pipelines.video_names()])}"
+    embedded = [*pipelines.names(), *pipelines.video_names(), *[EMBEDDED_NAME] * with_texts]
+    what, known = "model" if with_texts else "pipeline", f"the embedded ones are {', '.join(embedded)}"
+    if name == EMBEDDED_NAME and not with_texts:
+        raise typer.BadParameter(f"{name} is a language model, expected a pipeline; {known}")
     folder = Path(name)
     if folder.is_dir():
         if not any((folder / file).is_file() for file in ("model_index.json", "config.json")):
             raise typer.BadParameter(f"folder {name} has no model_index.json and no config.json; {known}")
     elif not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or name.startswith("."):
-        raise typer.BadParameter(f"{name!r} is no embedded pipeline, no folder and no name on the Hub; {known}")
+        raise typer.BadParameter(f"{name!r} is no embedded {what}, no folder and no name on the Hub; {known}")
     return name
 
 
@@ -189,7 +200,7 @@ def load_pipeline(name: str, device: str, dtype: str | None = None):
     import torch
 
     diffusers, where = quiet_diffusers(), torch_device(device)
-    source = _locate(name)
+    source = locate(name)
     if dtype is not None and dtype not in DTYPES:
         raise typer.BadParameter(f"{dtype}: expected one of {', '.join(DTYPES)}", param_hint="--dtype")
     chosen = own_dtype(where) if dtype is None else getattr(torch, dtype)
@@ -213,11 +224,11 @@ class _Skeleton:
         self.scheduler = components.get("scheduler")
 
 
-def load_skeleton(name: str):
-    """Return a pipeline or model built from its configs alone, without weights."""
+def load_skeleton(name: str, *, with_texts: bool = False):
+    """Return a pipeline or model built from its configs alone, without weights. with_texts: of `locate`."""
     import torch
 
-    diffusers, source = quiet_diffusers(), _locate(name)
+    diffusers, source = quiet_diffusers(), locate(name, with_texts=with_texts)
 
     def build(class_name: str, **where):
         cls = getattr(diffusers, class_name)
@@ -246,9 +257,10 @@ def load_language_skeleton(name: str):
     """Return a transformers model built from its config, without weights; None if `name` is not one."""
     import torch
 
-    from ..evaluation.held_out_text import EMBEDDED_NAME, locate
+    from ..evaluation.held_out_text import EMBEDDED_NAME
+    from ..evaluation.held_out_text import locate as text_folder
 
-    source = str(locate(name)) if name == EMBEDDED_NAME else _locate(name)
+    source = str(text_folder(name)) if name == EMBEDDED_NAME else locate(name, with_texts=True)
     with refusing(name):
         if Path(source).is_dir():
             files = [Path(source) / file for file in ("model_index.json", "config.json")]
@@ -278,17 +290,17 @@ def _is_found(load, source: str, **options) -> bool:
 
 
 @contextmanager
-def steps_bar(label: str, total: int):
-    """Show a progress bar. Yields a function that advances it by one step."""
+def steps_bar(label: str, total: int, done: int = 0, unit: str = "steps"):
+    """Show a progress bar. Yields a function that advances it by one step. done: steps of an earlier call."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn("steps"),
+        TextColumn(unit),
         TimeElapsedColumn(),
     )
     # with --json stdout is for data
     where = Console(stderr=True) if console.quiet else console
     with Progress(*columns, console=where, disable=console.quiet and not where.is_terminal) as progress:
-        task = progress.add_task(label, total=total)
+        task = progress.add_task(label, total=total, completed=done)
         yield lambda: progress.advance(task)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,6 +25,7 @@ from .loading import (
     DeviceOption,
     JsonOption,
     ModelArgument,
+    PipelineArgument,
     RecipeOption,
     ScalingOption,
     SeedOption,
@@ -53,17 +53,6 @@ NOTHING_YET = (
 app = typer.Typer(cls=OneLineErrors, no_args_is_help=True, pretty_exceptions_enable=False)
 
 
-def main() -> None:
-    """Run the command line. If an extra is missing, end with its pip command instead of a traceback."""
-    try:
-        app(prog_name="sage-processors")
-    except ImportError as error:
-        if "pip install" not in str(error):
-            raise
-        typer.echo(f"Error: {error}", err=True)
-        sys.exit(1)
-
-
 def _version(asked: bool) -> None:
     if asked:
         typer.echo(f"sage-processors {__version__}")
@@ -82,7 +71,7 @@ def options(
 @app.command()
 @float32_settings_kept()
 def demo(
-    model: ModelArgument = "tiny_sd",
+    model: PipelineArgument = "tiny_sd",
     prompt: Annotated[list[str] | None, typer.Option(help="Draw one picture of this prompt. Repeatable.")] = None,
     images: Annotated[
         int, typer.Option(min=1, max=64, help="The number of pictures, drawn together, if no --prompt is given.")
@@ -165,7 +154,7 @@ def report(
         return
     from ..diffusion.handle import apply
 
-    config, target = _config(recipe, scaling), load_skeleton(model)
+    config, target = _config(recipe, scaling), load_skeleton(model, with_texts=True)
     try:
         handle = apply(target, config)
     except ValueError as error:
@@ -225,7 +214,3 @@ def _config(recipe: Any, scaling: Any) -> SageAttnProcessor:
     except ValueError as error:
         option = "--recipe" if str(error).startswith("recipe") else "--scaling"
         raise typer.BadParameter(str(error), param_hint=option) from error
-
-
-if __name__ == "__main__":
-    main()

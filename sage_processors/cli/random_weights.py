@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .checks import refusing
-from .loading import _locate, quiet_diffusers
+from .loading import locate, quiet_diffusers
 
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ def random_pipeline(name: str, device: torch.device, dtype: torch.dtype) -> Any:
     Raises: typer.BadParameter for a name without such configs.
     """
     diffusers = quiet_diffusers()
-    source = _locate(name)
+    source = locate(name)
     with refusing(name):
         if not Path(source).is_dir():
             from huggingface_hub import snapshot_download

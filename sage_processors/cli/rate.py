@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,10 +13,12 @@ import typer
 from rich.table import Table
 
 from .. import pipelines
-from ..option_groups import LINEARS
+from ..option_groups import IN_16_BIT, LINEARS
 from ..options import SageAttnProcessor
+from ..presets import heading
 from . import loading
-from .checks import check_csv, check_names, float32_settings_kept, refusing
+from .checks import check_csv, check_folder, check_names, float32_settings_kept, refusing
+from .kinds import DRAWN, EMBEDDING, TEXT, Looked, check_options, fitting, look_at
 from .loading import (
     DTYPES,
     MOST_IMAGES,
@@ -34,34 +40,48 @@ from .loading import (
 )
 
 
-PresetOption = Annotated[str, typer.Option(help="The preset to run, such as fast; none: INT8 attention alone.")]
+MOST_PIXELS, MOST_TOKENS = 2**14, 2**20  # far beyond any model
+PresetOption = Annotated[
+    str, typer.Option(help="The preset, such as fast; none: INT8 attention alone, of texts with its cache.")
+]
 OwnRecipeOption = Annotated[
-    str | None, typer.Option(help=f"Number formats of attention in place of the preset's: {RECIPES}, mixed.")
+    str | None,
+    typer.Option(
+        help=f"Number formats of attention in place of the preset's: {RECIPES}, {IN_16_BIT}; or mixed, of pipelines."
+    ),
 ]
 LinearsOption = Annotated[
     str | None, typer.Option(help=f"Linear layers in place of the preset's: {', '.join(LINEARS)}.")
 ]
 PolicyOption = Annotated[Path | None, typer.Option(help="A policy file of `calibrate` in place of the preset.")]
 StepsOption = Annotated[int | None, typer.Option(min=1, help="Denoising steps. Default: the pipeline's own.")]
-HeightOption = Annotated[int | None, typer.Option(min=8, help="Height in pixels. Default: what it was trained for.")]
-WidthOption = Annotated[int | None, typer.Option(min=8, help="Width in pixels.")]
-FramesOption = Annotated[int | None, typer.Option(min=1, help="Frames of a clip.")]
+HeightOption = Annotated[
+    int | None, typer.Option(min=8, max=MOST_PIXELS, help="Height in pixels. Default: what it was trained for.")
+]
+WidthOption = Annotated[int | None, typer.Option(min=8, max=MOST_PIXELS, help="Width in pixels.")]
+FramesOption = Annotated[int | None, typer.Option(min=1, max=10_000, help="Frames of a clip.")]
 
 
 @float32_settings_kept()
 def time_model(
+    ctx: typer.Context,
     model: ModelArgument,
     steps: StepsOption = None,
     height: HeightOption = None,
     width: WidthOption = None,
     frames: FramesOption = None,
-    timed: Annotated[int, typer.Option(min=1, help="Steps whose time is measured; a picture's is computed.")] = 4,
-    full: Annotated[bool, typer.Option("--full", help="Draw whole pictures with all steps.")] = False,
+    timed: Annotated[
+        int, typer.Option(min=1, max=1000, help="Steps whose time is measured; a picture's is computed.")
+    ] = 4,
+    full: Annotated[bool, typer.Option("--full", help="Draw or write all of it, with all steps.")] = False,
     random: Annotated[
         bool, typer.Option("--random", help="Random weights of the true shapes: reads configs, no weights.")
     ] = False,
-    prompt_tokens: Annotated[int, typer.Option(min=2, help="Tokens of a language model's prompt.")] = 1024,
-    new_tokens: Annotated[int, typer.Option(min=1, help="New tokens of a language model.")] = 128,
+    prompt_tokens: Annotated[
+        int | None,
+        typer.Option(min=2, max=MOST_TOKENS, help="Tokens that a text model reads. Default: 1024, or what it can."),
+    ] = None,
+    new_tokens: Annotated[int, typer.Option(min=1, max=MOST_TOKENS, help="New tokens of a language model.")] = 128,
     preset: PresetOption = "fast",
     recipe: OwnRecipeOption = None,
     linears: LinearsOption = None,
@@ -74,40 +94,47 @@ def time_model(
     from ..evaluation.protocol import timing
 
     config = _config(model, preset, recipe, linears, policy)
-    language_model, _ = _language_model(model, device, dtype, random)
-    kind = "text"
-    options: dict[str, Any] = {"more": timing.FEW + timed, "whole": full}
-    _refuse_for_language(language_model, linears, policy)
+    looked = look_at(model)
+    check_options(ctx, looked, config.recipe)
+    kind, more = looked.kind, timing.FEW + timed
+    if kind in DRAWN:
+        steps, arguments = steps or looked.steps, _size(looked, height, width, frames)
+        title = f"{steps} steps"
+    else:
+        steps = new_tokens if kind == TEXT else 1
+        tokens = fitting(looked, "--prompt-tokens", prompt_tokens, 1024, max(new_tokens, more) if kind == TEXT else 0)
+        title = f"{steps} tokens after {tokens}" if kind == TEXT else f"a text of {tokens} tokens"
+    target = _loaded(looked, device, dtype, random)
     with answer(as_json) as found, console.status("stock") as status:
-        options["on_way"] = lambda way: status.update(f"timing {way}")
-        if language_model is not None:
-            where, steps = language_model.device, new_tokens
-            lengths: dict[str, Any] = {"prompt_tokens": prompt_tokens, "new_tokens": new_tokens}
-            times, calls = timing.time_language(language_model, recipe=config.recipe, **lengths, **options)
+        if kind in DRAWN:
+            call = timing.picture_call(target, example_prompts(1, model)[0], arguments)
         else:
-            pipe = _pipeline(model, device, dtype, random)
-            where, steps, arguments = pipe.device, steps or _own_steps(pipe), _size(model, height, width, frames)
-            kind = "clip" if hasattr(pipe, "video_processor") else "picture"
-            prompt = example_prompts(1, model)[0]
-            times, calls = timing.time_pipeline(pipe, prompt, config, steps=steps, arguments=arguments, **options)
-        said = timing.verdict(times, calls, where, kind)
-        ran = repr(config) if language_model is None else f"recipe={config.recipe!r}, INT8 cache"
-        found |= {"model": model, "steps": steps, "options": ran, "int8_calls": calls, "verdict": said}
-        found |= {"device": str(where), "times": {way: time._asdict() for way, time in times.items()}}
-        names = (f"s a {kind}", "a step, s", "all else, s", "first call, s more", "peak memory, GiB")
-        table = Table(
-            "run with", title=f"{model}: {steps} {'tokens' if kind == 'text' else 'steps'}", title_justify="left"
-        )
-        for name in names:
+            call = (timing.text_call if kind == TEXT else timing.embedding_call)(target, tokens)
+        times, calls = timing.time_both(
+            target, call, config, steps=steps, more=more, whole=full,
+            on_way=lambda way: status.update(f"timing {way}"),
+        )  # fmt: skip
+        what = kind if kind in DRAWN else TEXT
+        said = timing.verdict(times, calls, target.device, what)
+        found |= {"model": model, "steps": steps, "options": repr(config), "verdict": said}
+        found |= calls._asdict() | {
+            "device": str(target.device),
+            "times": {way: time._asdict() for way, time in times.items()},
+        }
+        table = Table("run with", title=f"{model}: {title}", title_justify="left")
+        for name in (f"s a {what}", "a step, s", "all else, s", "first call, s more", "peak memory, GiB"):
             table.add_column(name, justify="right")
         for way, time in times.items():
             table.add_row(way, *("–" if x is None else f"{x:.3f}" for x in time))
+        if heading(config):
+            console.print(heading(config), markup=False, highlight=False)
         console.print(table)
         console.print(said, soft_wrap=True, highlight=False, markup=False)
 
 
 @float32_settings_kept()
 def rate(
+    ctx: typer.Context,
     model: ModelArgument,
     prompts: Annotated[
         Path | None, typer.Option(help="A text file, one prompt a line. Default: built-in ones.")
@@ -127,9 +154,15 @@ def rate(
     clip: Annotated[
         str | None, typer.Option(help="A CLIP model on the disk, for its score: a folder or a name.")
     ] = None,
-    windows: Annotated[int, typer.Option(min=1, help="Pieces of held-out text, for a language model.")] = 64,
-    context: Annotated[int, typer.Option(min=4, help="Tokens in a piece of text.")] = 512,
-    new_tokens: Annotated[int, typer.Option(min=1, help="New tokens after a prompt of a language model.")] = 64,
+    windows: Annotated[int, typer.Option(min=1, help="Pieces of held-out text, for a text model.")] = 64,
+    context: Annotated[
+        int | None,
+        typer.Option(min=4, max=MOST_TOKENS, help="Tokens in a piece. Default: 512, or what the model can."),
+    ] = None,
+    new_tokens: Annotated[
+        int,
+        typer.Option(min=1, max=MOST_TOKENS, help="New tokens after a piece's first quarter, of a language model."),
+    ] = 64,
     chat: Annotated[bool, typer.Option("--chat", help="Dialogues in the model's own chat template.")] = False,
     output: Annotated[
         Path, typer.Option(help="A folder for the page and its data. A later call goes on from it.")
@@ -145,47 +178,49 @@ def rate(
 ) -> None:
     """Rate a checkpoint's pictures, clips or texts in INT8 beside stock: a page, its data, and a verdict.
 
-    The noise floor is stock with another exact kernel. Differences are paired by seed, with 95 % intervals.
+    The noise floor is stock with another exact kernel. Differences are paired, with 95 % intervals.
     """
-    from ..evaluation import language
-    from ..evaluation.held_out_text import heldout_windows
-    from ..evaluation.protocol import rating, rating_page
+    from ..evaluation.protocol import rating, rating_language, rating_page
     from ..evaluation.protocol.prompts import PROMPTS, built_in, from_file
 
     check_names("--reference", [reference], rating.REFERENCES)
     check_names("--category", category or (), PROMPTS)
+    if prompts and category:
+        raise typer.BadParameter(
+            "got it beside --prompts, whose file has no categories: leave one out", param_hint="--category"
+        )
     check_csv(csv)
-    if not output.parent.is_dir() or output.is_file():
-        raise typer.BadParameter(f"{output}: expected a folder, new or of an earlier rating", param_hint="--output")
+    check_folder(output, "--output", ("rating.json", "index.html"), ("pictures",))
     config = _config(model, preset, recipe, linears, policy)
-    loaded, tokenizer = _language_model(model, device, dtype, random=False)
-    _refuse_for_language(loaded, linears, policy)
-    pipe: Any = _pipeline(model, device, dtype, random=False) if loaded is None else None
-    with answer(as_json) as found:
-        if loaded is not None:
-            from ..evaluation.protocol.rating_language import rate_language, settings_of
-
-            texts = heldout_windows(tokenizer, context, count=windows, chat=chat)
-            starts = heldout_windows(tokenizer, max(context // 4, 2), count=min(windows, 16), chat=chat)
-            rating.started(output, settings_of(loaded, texts, model, config.recipe))
-            with console.status("stock, fp32, another exact kernel, INT8, INT8 with an INT8 cache"):
-                state, results = rate_language(
-                    loaded, texts, starts, name=model, new_tokens=new_tokens, recipe=config.recipe, batch=batch
-                )
-            rating.write_state(state, output)
-            if csv is not None:
-                language.append_results(csv, Path(model).name + "_chat" * chat, results, loaded, context)
-        else:
+    looked = look_at(model)
+    check_options(ctx, looked, config.recipe)
+    config = replace(config, linears=replace(config.linears, drop_weights=False))  # later batches of stock need them
+    with answer(as_json) as found, _resumable(output):
+        bar = functools.partial(steps_bar, Path(model).name)
+        if looked.kind in DRAWN:
             pairs = _pairs(model, prompts and from_file(prompts, images), images or 32, category, built_in)
-            seeds, steps = [seed + i for i in range(len(pairs))], steps or _own_steps(pipe)
-            ways = 4 if reference == "float32" and pipe.dtype != own_dtype(torch_device("cpu")) else 3
-            with steps_bar(Path(model).name, steps * ways * -(-len(pairs) // batch)) as tick:
-                state = rating.rate(
-                    pipe, pairs, seeds, config, output, name=model, steps=steps, batch=batch, reference=reference,
-                    clip=clip, arguments=_size(model, height, width, frames), on_step=tick,
-                )  # fmt: skip
-            if csv is not None and state["summary"]["int8_calls"]:
-                rating.append_rows(csv, Path(model).name, state, config.recipe)
+            seeds, arguments = [seed + i for i in range(len(pairs))], _size(looked, height, width, frames)
+            scores = _clip_score(clip, device)
+            pipe = _loaded(looked, device, dtype)
+            state = rating.rate(
+                pipe, pairs, seeds, config, output, name=model, steps=steps or looked.steps, batch=batch,
+                reference=reference, clip=scores, arguments=arguments, progress=bar,
+            )  # fmt: skip
+        else:
+            pieces, config = _pieces(looked, config, windows, context, new_tokens, chat)
+            state = rating_language.rate_texts(
+                _loaded(looked, device, dtype), pieces, config, output, name=model, writes=looked.kind == TEXT,
+                chat=chat, new_tokens=new_tokens, batch=batch, progress=functools.partial(bar, unit="batches"),
+            )  # fmt: skip
+        name = Path(model).name
+        if csv is not None and str(csv.resolve()) not in state.get("csv", ()) and state["summary"]["int8_calls"]:
+            if looked.kind == TEXT:
+                shape = looked.skeleton.config.get_text_config()
+                rating_language.append_rows(csv, name + "_chat" * chat, state, shape, config.recipe)
+            else:
+                rating.append_rows(csv, name, state, config.recipe)
+            state["csv"] = [*state.get("csv", ()), str(csv.resolve())]
+            rating.write_state(state, output)
         page = output / "index.html"
         rating_page.write_page(state, page)
         found |= {"page": str(page.resolve()), "verdict": state["verdict"], **state["summary"]}
@@ -193,8 +228,18 @@ def rate(
             console.print(note, style="yellow", soft_wrap=True, markup=False)
         console.print(state["verdict"], soft_wrap=True, highlight=False, markup=False)
         console.print(f"Page: {page.resolve()}", soft_wrap=True, highlight=False, markup=False)
-        if not state["summary"]["int8_calls"]:
+        if not rating.ran(state["summary"]).ran:
             fail("nothing was rated")
+
+
+@contextmanager
+def _resumable(output: Path) -> Iterator[None]:
+    """End an interrupted rating with one line that says how to go on."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        typer.echo(f"Interrupted: the same command goes on with what {output} has.", err=True)
+        raise typer.Exit(130) from None
 
 
 def _config(model, preset, recipe, linears, policy) -> SageAttnProcessor:
@@ -215,60 +260,60 @@ def _config(model, preset, recipe, linears, policy) -> SageAttnProcessor:
         raise typer.BadParameter(str(error)) from error
 
 
-def _language_model(model: str, device: str, dtype: str | None, random: bool) -> tuple[Any, Any]:
-    """Return a transformers model on the device and its tokenizer.
+def _pieces(looked: Looked, config, windows, context, new_tokens, chat) -> tuple[Any, SageAttnProcessor]:
+    """Return windows of held-out text, and options with which short texts run in INT8, too."""
+    from ..evaluation import language
 
-    Two Nones if the name is of something else. random: weights are random, and the tokenizer is None.
-    """
+    length = fitting(looked, "--context", context, 512)
+    if looked.kind == TEXT:
+        fitting(looked, "--new-tokens", max(length // 4, 2), 0, new_tokens)
+    with refusing(looked.name):
+        tokenizer = language.load_tokenizer(looked.name)
+    pieces = language.heldout_windows(tokenizer, length, count=windows, chat=chat)
+    return pieces, replace(config, min_tokens=language.ONE_TOKEN)
+
+
+def _clip_score(name: str | None, device: str) -> Any:
+    """Return the score of a CLIP model; None without a name."""
+    from ..evaluation.protocol.scores import ClipScore
+
+    if name is None:
+        return None
+    try:
+        return ClipScore(name, torch_device(device))
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(
+            f"{name}: expected a folder with a CLIP model, or a name in the Hub's local cache: nothing is downloaded",
+            param_hint="--clip",
+        ) from error
+
+
+def _loaded(looked: Looked, device: str, dtype: str | None, random: bool = False) -> Any:
+    """Return a pipeline, or a transformers model, on the device. random: weights are random."""
     import torch
 
     from ..evaluation import language
+    from .random_weights import random_pipeline
 
-    skeleton = loading.load_language_skeleton(model)
-    if skeleton is None:
-        return None, None
+    if looked.skeleton is None and not random:
+        return loading.load_pipeline(looked.name, device, dtype)
     where = torch_device(device)
     check_names("--dtype", [dtype] if dtype else (), DTYPES)
     chosen = getattr(torch, dtype) if dtype else own_dtype(where)
-    with refusing(model):
+    if looked.skeleton is None:
+        return random_pipeline(looked.name, where, chosen)
+    with refusing(looked.name):
         if random:
             with torch.device(where):
-                return type(skeleton)(skeleton.config).to(chosen).eval(), None
-        return language.load(model, device=where, dtype=chosen)
+                return type(looked.skeleton)(looked.skeleton.config).to(chosen).eval()
+        encoder = looked.kind == EMBEDDING
+        return language.load(looked.name, device=where, dtype=chosen, encoder=encoder)[0]
 
 
-def _refuse_for_language(model: Any, linears: str | None, policy: Path | None) -> None:
-    """Refuse options that a language model's measurement would not run. model: None for a pipeline."""
-    name = "--linears" if linears else "--policy" if policy else None
-    if model is not None and name:
-        raise typer.BadParameter(
-            "got it for a language model, of which INT8 attention and cache alone are measured; leave it out",
-            param_hint=name,
-        )
-
-
-def _pipeline(model: str, device: str, dtype: str | None, random: bool) -> Any:
-    if not random:
-        return loading.load_pipeline(model, device, dtype)
-    import torch
-
-    from .random_weights import random_pipeline
-
-    where = torch_device(device)
-    check_names("--dtype", [dtype] if dtype else (), DTYPES)
-    return random_pipeline(model, where, getattr(torch, dtype) if dtype else own_dtype(where))
-
-
-def _own_steps(pipe: Any) -> int:
-    import inspect
-
-    steps: int = inspect.signature(type(pipe).__call__).parameters["num_inference_steps"].default
-    return steps
-
-
-def _size(model: str, height: int | None, width: int | None, frames: int | None) -> dict[str, Any]:
+def _size(looked: Looked, height: int | None, width: int | None, frames: int | None) -> dict[str, Any]:
     given = {"height": height, "width": width, "num_frames": frames}
-    return pipelines.call_arguments(model) | {name: value for name, value in given.items() if value is not None}
+    own = pipelines.call_arguments(looked.name)
+    return own | {name: value for name, value in given.items() if value is not None}
 
 
 def _pairs(model, from_file, count, category, built_in) -> list[tuple[str, str]]:

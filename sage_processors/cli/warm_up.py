@@ -12,7 +12,7 @@ from .loading import (
     DTYPES,
     DeviceOption,
     JsonOption,
-    ModelArgument,
+    PipelineArgument,
     RecipeOption,
     ScalingOption,
     answer,
@@ -22,7 +22,7 @@ from .loading import (
 
 
 def warm_up(
-    model: ModelArgument,
+    model: PipelineArgument,
     recipe: RecipeOption = "qk_int8_pv_bf16",
     scaling: ScalingOption = "timestep",
     min_tokens: Annotated[

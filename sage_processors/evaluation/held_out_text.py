@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,28 +18,42 @@ EMBEDDED = pipelines.folder(EMBEDDED_NAME)
 KINDS = ("topics", "docs", "code", "dialogues")  # of the held-out text that comes with the embedded model
 
 
-def load(model: str | Path = EMBEDDED_NAME, *, device: str | torch.device = "cpu", dtype: torch.dtype | None = None):
-    """Load a causal language model in evaluation mode, and its tokenizer.
+def load(
+    model: str | Path = EMBEDDED_NAME,
+    *,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype | None = None,
+    encoder: bool = False,
+):
+    """Load a causal language model, or a sentence encoder, in evaluation mode, and its tokenizer.
 
     Args:
         model: "tiny_lm", the embedded one; or a folder or a name on the Hub, for AutoModelForCausalLM. Its weights
             must be safetensors: a .bin is a pickle, which can run code.
         device: of the model. dtype: of its weights; None: fp32 on the CPU, bf16 elsewhere.
+        encoder: load a model without a head, which returns hidden states.
     Returns: (model, tokenizer).
     Raises: ImportError if transformers or the embedded model is not installed; OSError or ValueError if there is no
         such model.
     """
-    try:
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-    except ImportError as error:
-        raise ImportError("language models need transformers: pip install 'sage-processors[transformers]'") from error
-    source = locate(model)
-    device = torch.device(device)
+    tokenizer = load_tokenizer(model)
+    from transformers import AutoModel, AutoModelForCausalLM
+
+    source, device = locate(model), torch.device(device)
     if dtype is None:
         dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    tokenizer = AutoTokenizer.from_pretrained(source)
-    found = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, use_safetensors=True)
+    kind = AutoModel if encoder else AutoModelForCausalLM
+    found = kind.from_pretrained(source, dtype=dtype, use_safetensors=True)
     return found.to(device).eval(), tokenizer
+
+
+def load_tokenizer(model: str | Path) -> Any:
+    """Load the tokenizer of a model, named as for `load`."""
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise ImportError("language models need transformers: pip install 'sage-processors[transformers]'") from error
+    return AutoTokenizer.from_pretrained(locate(model))
 
 
 def locate(model: str | Path) -> str | Path:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
 
-from .held_out_text import EMBEDDED, KINDS, chat_ids, heldout_windows, load, locate
+from ..options import SageAttnProcessor
+from .held_out_text import EMBEDDED, KINDS, chat_ids, heldout_windows, load, load_tokenizer, locate
 
 
 __all__ = [
@@ -22,15 +22,16 @@ __all__ = [
     "KINDS",
     "Perplexity",
     "Result",
-    "append_results",
     "cache_argument",
     "chat_ids",
+    "embeddings",
     "evaluate",
     "first_differences",
     "greedy",
     "heldout_windows",
     "kv_bytes_per_token",
     "load",
+    "load_tokenizer",
     "locate",
     "margins",
     "perplexity",
@@ -77,7 +78,6 @@ def perplexity(
     prefill: int | None = None,
     chunk: int = 1,
     batch: int = 16,
-    on_call: Callable[[], None] | None = None,
 ) -> Perplexity:
     """Return the perplexity of all tokens except each window's first.
 
@@ -88,7 +88,6 @@ def perplexity(
         model: a causal language model. windows: token ids, int64 [W, S], S >= 2.
         cache: returns an empty cache, called for each batch, e.g. `lambda: Int8KVCache(model.config)`.
         prefill: 1 to S - 1; None: S // 8. chunk: tokens per later call, >= 1. batch: windows per call, >= 1.
-        on_call: called without arguments after each call of the model.
     Raises: ValueError for arguments out of range, or windows longer than the model's positions.
     """
     _check_tokens(model, "windows", windows, 0)
@@ -116,8 +115,6 @@ def perplexity(
                 logits.float().flatten(0, 1), expected.flatten(), reduction="none"
             )
             total = total + loss.double().view(expected.shape).sum(1)
-            if on_call is not None:
-                on_call()
         losses.append((total / length).cpu())
     return Perplexity(torch.cat(losses))
 
@@ -210,6 +207,7 @@ class Result:
         margin: per prompt, stock's margin (see `margins`) at that index, in nats; None if no token differs.
         kv_bytes_per_token: of the cache, per sequence, measured.
         int8_calls, cache_calls: attention calls in INT8, and those of them that read an INT8 cache.
+        linear_calls: calls of linear layers in 8 bit, and in 16 bit.
         exact: {reason: attention calls that ran in 16 bit or fp32}.
     """
 
@@ -225,34 +223,12 @@ class Result:
     int8_calls: int
     cache_calls: int
     exact: dict[str, int]
+    linear_calls: tuple[int, int]
 
     @property
     def identical(self) -> float:
         """Share of the prompts with the same continuation as stock, token by token."""
         return sum(place is None for place in self.first) / len(self.first)
-
-    def rows(self, model_name: str, shape: dict) -> Iterator[dict]:
-        """Yield rows of results.csv. shape: heads, kv_heads, seq_q, seq_k, head_dim."""
-        common = {"suite": "quality", "case": f"{model_name}/{self.name}", "recipe": self.recipe, **shape}
-        common["provider"] = "sage_kernels" if self.recipe else "torch_sdpa"
-        text = {**common, "batch": len(self.perplexity.losses)}
-        yield {**text, "metric": "perplexity", "unit": "1", "median": round(self.perplexity.value, 5)}
-        yield {**common, "metric": "kv_bytes_per_token", "unit": "B", "median": self.kv_bytes_per_token}
-        if self.name == "stock":
-            return
-        yield {**text, "metric": "perplexity_ratio", "unit": "1", "median": round(self.ratio, 6)}
-        written = {**common, "batch": len(self.first)}
-        yield {**written, "metric": "identical_share", "unit": "1", "median": round(self.identical, 4)}
-        length = self.tokens.shape[1]
-        places = torch.tensor(
-            [length if place is None else place for place in self.first], dtype=torch.float64, device="cpu"
-        )
-        low, middle, high = places.quantile(torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64, device="cpu")).tolist()
-        yield {**written, "metric": "same_tokens", "unit": "1", "median": middle, "p20": low, "p80": high}
-        leads = [lead for lead in self.margin if lead is not None]
-        if leads:
-            median = round(statistics.median(leads), 4)
-            yield {**written, "metric": "lead_at_difference", "unit": "nats", "batch": len(leads), "median": median}
 
 
 def evaluate(
@@ -262,18 +238,18 @@ def evaluate(
     *,
     new_tokens: int = 256,
     recipe: str = "qk_int8_pv_bf16",
+    config: SageAttnProcessor | None = None,
     prefill: int | None = None,
     chunk: int = 1,
     batch: int = 16,
-    on_call: Callable[[], None] | None = None,
 ) -> dict[str, Result]:
     """Run stock SDPA, INT8 attention, and INT8 attention with an INT8 cache on the same text and prompts.
 
     A model in 16 bit is also run with its weights in fp32 ("stock_fp32"), which shows the error of 16-bit rounding
     alone. INT8 attention runs at every length here, also for short prompts that `sage_int8` would leave in 16 bit.
 
-    Args: windows, prefill, chunk, batch, on_call: as in `perplexity`. prompts, new_tokens: as in `greedy`.
-        recipe: of sage_kernels.RECIPES.
+    Args: windows, prefill, chunk, batch: as in `perplexity`. prompts, new_tokens: as in `greedy`.
+        recipe: of sage_kernels.RECIPES. config: options of `apply` in place of INT8 attention alone with the recipe.
     Returns: {name: Result}, stock first. Afterwards the model has its own attention implementation again.
     Raises: ValueError as `perplexity` and `greedy`; sage_processors.UnsupportedAttentionError for a model with
         attention that INT8 can't do.
@@ -282,6 +258,7 @@ def evaluate(
 
     import sage_kernels
 
+    from ..diffusion.handle import apply
     from ..language.attention import register_transformers
     from ..language.choice import refuse_without_attention
     from ..language.kv_cache import Int8KVCache
@@ -290,7 +267,7 @@ def evaluate(
     register_transformers(MEASURED, recipe=recipe, min_tokens=ONE_TOKEN, on_unsupported="raise", rotation=rotation)
     refuse_without_attention(model, MEASURED)
     _check_tokens(model, "prompts", prompts, new_tokens)
-    reading: dict[str, Any] = {"chunk": chunk, "prefill": prefill, "batch": batch, "on_call": on_call}
+    reading: dict[str, Any] = {"chunk": chunk, "prefill": prefill, "batch": batch}
 
     def own_cache():
         return DynamicCache(config=model.config)
@@ -298,8 +275,12 @@ def evaluate(
     def int8_cache():
         return Int8KVCache(model.config)
 
-    def run(name, runner, implementation, cache, reads_cache, stock=None, sure=None):
-        with with_attention(runner, implementation):
+    usual = partial(with_attention, name="sdpa")
+    ours = partial(with_attention, name=MEASURED) if config is None else partial(apply, config=config)
+    own_recipe = recipe if config is None else config.recipe
+
+    def run(name, runner, swap, cache, reads_cache, stock=None, sure=None):
+        with swap(runner):
             before = _calls(runner)
             text = perplexity(runner, windows, cache=cache if reads_cache else None, **reading)
             tokens = greedy(runner, prompts, new_tokens, cache=cache, batch=batch)
@@ -314,35 +295,20 @@ def evaluate(
             reason: n - before[2].get(reason, 0) for reason, n in after[2].items() if n > before[2].get(reason, 0)
         }
         return Result(
-            name, recipe if implementation == MEASURED else "", text, *text.ratio(reference), tokens, first, margin,
-            kv_bytes_per_token(held), after[0] - before[0], after[1] - before[1], exact,
+            name, own_recipe if swap is ours else "", text, *text.ratio(reference), tokens, first, margin,
+            kv_bytes_per_token(held), after[0] - before[0], after[1] - before[1], exact, after[3],
         )  # fmt: skip
 
-    stock = run("stock", model, "sdpa", own_cache, False)
+    stock = run("stock", model, usual, own_cache, False)
     results = [stock]
-    with with_attention(model, "sdpa"):
+    with usual(model):
         sure = margins(model, prompts, stock.tokens, batch=batch)
     if model.dtype in (torch.float16, torch.bfloat16):
         with float32_copy(model) as exact:
-            results.append(run("stock_fp32", exact, "sdpa", own_cache, False, stock, sure))
-    results.append(run("prefill", model, MEASURED, own_cache, False, stock, sure))
-    results.append(run("prefill_kv", model, MEASURED, int8_cache, True, stock, sure))
+            results.append(run("stock_fp32", exact, usual, own_cache, False, stock, sure))
+    results.append(run("prefill", model, ours, own_cache, False, stock, sure))
+    results.append(run("prefill_kv", model, ours, int8_cache, True, stock, sure))
     return {result.name: result for result in results}
-
-
-def append_results(path: str | Path, model_name: str, results: dict[str, Result], model, length: int) -> None:
-    """Append every result to results.csv. length: tokens per window. model: for its shape and device."""
-    from sage_kernels.results import append_row
-
-    config = model.config.get_text_config()
-    heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    shape = {"heads": heads, "kv_heads": kv_heads, "seq_q": length, "seq_k": length, "head_dim": head_dim}
-    where = {"gpu": "cpu"} if model.device.type == "cpu" else {}
-    for result in results.values():
-        for row in result.rows(model_name, {**shape, "causal": True}):
-            append_row(path, **row, **where)
 
 
 @contextmanager
@@ -362,11 +328,25 @@ def with_attention(model, name: str):
         model.set_attn_implementation(before)
 
 
-def _calls(model) -> tuple[int, int, dict[str, int]]:
+def _calls(model) -> tuple[int, int, dict[str, int], tuple[int, int]]:
+    """Return attention calls in INT8 and on an INT8 cache, 16-bit ones by reason, and calls of linear layers."""
     from ..language.attention import attention_report
 
     report = attention_report(model)
-    return report.calls, sum(row["cache_calls"] for row in report.rows), report.fallbacks
+    linears = (0, 0) if report.linears is None else (report.linears.ran, sum(report.linears.fallbacks.values()))
+    return report.calls, sum(row["cache_calls"] for row in report.rows), report.fallbacks, linears
+
+
+@torch.no_grad()
+def embeddings(model, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+    """Return a sentence encoder's embeddings, fp32 [N, features]: the mean over tokens, of length 1.
+
+    Args: ids: int64 [N, S]. mask: 1 for tokens that count, [N, S]; None: all of them.
+    """
+    mask = torch.ones_like(ids) if mask is None else mask
+    hidden = model(input_ids=ids, attention_mask=mask).last_hidden_state.float()
+    counted = mask[..., None].float()
+    return torch.nn.functional.normalize((hidden * counted).sum(1) / counted.sum(1), dim=-1)
 
 
 def _check_tokens(model, name: str, tokens: torch.Tensor, more: int) -> None:

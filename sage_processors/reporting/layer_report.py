@@ -63,6 +63,11 @@ class LayerReport:
         return sum(row["calls"] for row in self.rows)
 
     @property
+    def ran(self) -> int:
+        """Number of calls in 8 bit of every kind."""
+        return self.calls
+
+    @property
     def fallbacks(self) -> dict[str, int]:
         """{reason: calls that ran in 16 bit} over all layers."""
         return total_fallbacks(self.rows)

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 import sage_processors as sp
 from sage_processors.cli import main as cli
+from sage_processors.cli import run
 
 
 SMALL = ["tiny_flux", "--images", 1, "--steps", 1, "--batch", 1, "--device", "cpu"]
@@ -64,5 +65,5 @@ def test_shells_can_complete_the_commands(monkeypatch, capsys):
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(sys, "argv", ["sage-processors"])
     with pytest.raises(SystemExit):
-        cli.main()
+        run()
     assert set(capsys.readouterr().out.split()) == {"demo", "doctor"}

@@ -6,10 +6,14 @@ import json
 import shutil
 
 import pytest
+import transformers
 from typer.testing import CliRunner
 
 import sage_processors as sp
+from sage_processors.calibration.policy_files import write_policy
 from sage_processors.cli import main as cli
+from tests.cli.test_language_models import folder_of
+from tests.support.repository import fresh
 
 
 @pytest.fixture(autouse=True)
@@ -59,6 +63,32 @@ def test_a_model_that_is_not_there(command, tmp_path, monkeypatch):
         (["rate", "tiny_flux", "--output", "no/where"], "expected a folder"),
         (["rate", "tiny_flux", "--reference", "x"], "--reference: x: expected one of stock, float32"),
         (["demo", "--images", "100000000"], "--images"),
+        (["rate", "tiny_flux", "--clip", "nosuch"], "--clip: nosuch: expected a folder with a CLIP model"),
+        (["rate", "tiny_flux", "--prompts", "x", "--category", "writing"], "--category: got it beside --prompts"),
+        (["time", "tiny_flux", "--height", "100000000"], "'--height'"),
+        (["time", "tiny_flux", "--steps", "1001"], "--steps: got 1001, expected at most 1000"),
+        (["rate", "tiny_sd", "--steps", "1001"], "--steps: got 1001, expected at most 1000"),
+        (
+            ["time", "tiny_lm", "--prompt-tokens", "500"],
+            "--prompt-tokens: got 500 tokens and 128 new ones, expected at ",
+        ),
+        (
+            ["time", "tiny_lm", "--new-tokens", "600"],
+            "--prompt-tokens: got 2 tokens and 600 new ones, expected at most 512",
+        ),
+        (["rate", "tiny_lm", "--context", "600"], "--context: got 600 tokens, expected at most 512 together"),
+        (
+            ["rate", "tiny_lm", "--context", "400", "--new-tokens", "450"],
+            "--new-tokens: got 100 tokens and 450 new ones",
+        ),
+        (["rate", "tiny_lm", "--windows", "100000"], "count: got 100000, expected 1 to"),
+        (["time", "tiny_lm", "--recipe", "mixed"], "--recipe: mixed: expected one of qk_int8_pv_bf16"),
+        (["rate", "tiny_lm", "--recipe", "int1"], "recipe: got 'int1', expected one of"),
+        (["demo", "tiny_lm"], "tiny_lm is a language model, expected a pipeline; the embedded ones are tiny_flux"),
+        (["calibrate", "tiny_lm", "--target-psnr", "40"], "tiny_lm is a language model, expected a pipeline"),
+        (["warm-up", "tiny_lm"], "tiny_lm is a language model, expected a pipeline"),
+        (["time", "nosuch"], "the embedded ones are tiny_flux, tiny_sd, tiny_wan, tiny_lm"),
+        (["report", "nosuch"], "the embedded ones are tiny_flux, tiny_sd, tiny_wan, tiny_lm"),
         (["demo", "--device", "abacus"], "abacus"),
         (["demo", "--what"], "No such option"),
         (["demonstrate"], "No such command"),
@@ -85,3 +115,66 @@ def test_a_pipeline_of_a_class_that_is_not_known(tmp_path):
         json.dumps({"_class_name": "NoPipeline", "unet": ["diffusers", "NoUNet"]})
     )
     assert "could not be loaded" in said("report", tmp_path)
+
+
+FOR_PICTURES = {"steps": 1, "height": 64, "width": 64, "frames": 5, "policy": "p.json"}
+OF_RATE = {"prompts": "p", "category": "writing", "images": 1, "seed": 1, "reference": "stock", "clip": "x"}
+FOR_TEXTS = {"time": {"prompt-tokens": 9, "new-tokens": 9}, "rate": {"windows": 1, "context": 9, "new-tokens": 9}}
+
+
+@pytest.mark.parametrize(
+    ("command", "model", "option", "value"),
+    [
+        *(("time", "tiny_lm", *pair) for pair in FOR_PICTURES.items()),
+        *(("rate", "tiny_lm", *pair) for pair in (FOR_PICTURES | OF_RATE).items()),
+        *((command, "tiny_flux", *pair) for command, pairs in FOR_TEXTS.items() for pair in pairs.items()),
+        *((command, "tiny_sd", "frames", 5) for command in FOR_TEXTS),
+        ("rate", "tiny_wan", "chat", None),
+        ("rate", "encoder", "chat", None),
+        ("rate", "encoder", "csv", "r.csv"),
+        ("rate", "encoder", "new-tokens", 9),
+        ("time", "encoder", "full", None),
+    ],
+)
+def test_options_that_a_model_would_ignore(command, model, option, value, tmp_path, monkeypatch):
+    """Each is named with the kind of model that was given; also if the value is the default one."""
+    monkeypatch.chdir(tmp_path)
+    kind = {"tiny_lm": "a language model", "tiny_wan": "a pipeline of clips", "encoder": "a sentence encoder"}
+    if model == "encoder":
+        folder_of("bert", tmp_path / model)
+    if option == "policy":
+        write_policy(tmp_path / value, sp.SageAttnProcessor(), [], budget={}, result={}, curve=[])
+    words = [command, model, f"--{option}", *([] if value is None else [value])]
+    assert f"--{option}: {model} is {kind.get(model, 'a pipeline of pictures')}, which has no" in said(*words)
+
+
+def test_models_that_are_not_measured(tmp_path):
+    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "WanImageToVideoPipeline"}))
+    assert "is a WanImageToVideoPipeline, expected a pipeline that draws from a prompt" in said("time", tmp_path)
+    transformer = sp.pipelines.path("tiny_flux") / "transformer"
+    assert "holds a FluxTransformer2DModel alone, expected a whole pipeline" in said("time", transformer)
+    for name, kind in (("t5", "T5ForConditionalGeneration"), ("siglip", "SiglipModel")):
+        folder = folder_of(name, tmp_path / name)
+        assert f"is a {kind}, expected a pipeline of diffusers, a language model or" in said("rate", folder)
+    transformers.MambaConfig(architectures=["MambaForCausalLM"], hidden_size=32).save_pretrained(tmp_path / "mamba")
+    assert "none of whose layers takes an attention implementation" in said("time", tmp_path / "mamba")
+
+
+@pytest.mark.parametrize("name", ["rating.json", "index.html", "pictures"])
+def test_what_is_in_a_ratings_folder_in_place_of_its_files(name, tmp_path):
+    made = tmp_path / name
+    made.write_text("") if name == "pictures" else made.mkdir()
+    assert name in said("rate", "tiny_flux", "--output", tmp_path)
+    assert sorted(x.name for x in tmp_path.iterdir()) == [name]
+
+
+def test_a_missing_package_of_the_command_line():
+    code = """
+        sys.stderr = sys.stdout
+        from sage_processors.cli import run
+        try:
+            run()
+        except SystemExit as stop:
+            print(stop.code)
+        """
+    assert fresh(code, without=("rich",)) == "Error: the command line needs rich: pip install sage-processors\n1\n"

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import sys
+from contextlib import nullcontext
 from html.parser import HTMLParser
 from types import SimpleNamespace
 
@@ -17,7 +18,7 @@ from typer.testing import CliRunner
 import sage_processors as sp
 from sage_kernels.results import read_rows
 from sage_processors.cli import main as cli
-from sage_processors.cli import random_weights
+from sage_processors.cli import random_weights, rate
 from sage_processors.evaluation import quality
 from sage_processors.evaluation.protocol import rating, rating_page, scores, timing
 from sage_processors.evaluation.protocol.prompts import PROMPTS, built_in, from_file
@@ -60,16 +61,25 @@ def test_rate_draws_measures_and_writes_a_page(tmp_path):
     assert len(psnr) == 2 and found["worst_psnr_db"] == min(psnr) and all(35 < value < 100 for value in psnr)
     assert found["means"]["another exact kernel"]["psnr_db"][0] > 100 > found["means"]["int8"]["psnr_db"][0]
     assert found["int8_calls"] > 0 and "too few to say" in found["verdict"]
+    assert "100% of attention calls and no linear layer ran in 8 bit" in found["verdict"]
     page = Page(tmp_path / "r" / "index.html")
     assert len(page.images) == 6 and all(
         image["alt"] and (tmp_path / "r" / image["src"]).is_file() for image in page.images
     )
     assert "script" not in page.seen and "http" not in (tmp_path / "r" / "index.html").read_text()
+    number = len(list(read_rows(tmp_path / "r.csv")))
     cases = {row["case"]: row for row in read_rows(tmp_path / "r.csv") if row["metric"] == "psnr_db_mean"}
     assert set(cases) == {"tiny_flux/rated", "tiny_flux/another_kernel"}
     assert float(cases["tiny_flux/rated"]["median"]) == pytest.approx(sum(psnr) / 2, abs=0.01)
+    again = ("rate", "tiny_flux", "--images", 2, *SMALL, "--output", tmp_path / "r", "--csv", tmp_path / "r.csv")
+    invoke(*again)
+    assert len(list(read_rows(tmp_path / "r.csv"))) == number
     said = invoke("rate", "tiny_flux", "--images", 3, *SMALL, "--output", tmp_path / "r", code=2)
     assert "holds a rating with another prompts, seeds" in said
+    for key, word in (("version", "0.0.0"), ("gpu", "another"), ("clip", "a model")):
+        changed = state | {"settings": state["settings"] | {key: word}}
+        (tmp_path / "r" / "rating.json").write_text(json.dumps(changed))
+        assert f"holds a rating with another {key}:" in invoke(*again, code=2)
 
 
 @pytest.mark.slow("draws twice; the first test rates in one go")
@@ -80,16 +90,19 @@ def test_rate_goes_on_where_it_was_interrupted(tmp_path, monkeypatch):
     def watched(pipe, prompts, *args, **options):
         calls.append(prompts)
         if len(calls) == 5:
-            raise OSError("the power went")
+            raise KeyboardInterrupt
         return generate(pipe, prompts, *args, **options)
 
     monkeypatch.setattr(quality, "generate", watched)
-    invoke(*words, code=1)
+    said = invoke(*words, code=130)
+    assert "Interrupted: the same command goes on" in said and "Traceback" not in said
     first = json.loads((tmp_path / "r" / "rating.json").read_text())["rows"]
     assert len(first) == 1 and len(calls) == 5
+    bars = []
+    monkeypatch.setattr(rate, "steps_bar", lambda label, total, done: bars.append((total, done)) or nullcontext(int))
     invoke(*words)
     rows = json.loads((tmp_path / "r" / "rating.json").read_text())["rows"]
-    assert len(calls) == 8 and rows[:1] == first and len(rows) == 2
+    assert bars == [(6, 3)] and len(calls) == 8 and rows[:1] == first and len(rows) == 2
 
 
 @pytest.mark.slow("draws in two dtypes")
@@ -154,7 +167,7 @@ def test_a_mean_is_over_the_pictures_that_have_the_metric():
     assert found["means"]["reference"]["legibility"][0] == 1 and found["ours_minus_floor"]["legibility"][0] == -0.25
 
 
-def row(ours: float, floor: float, calls=(3, 0)) -> dict:
+def row(ours: float, floor: float, calls=(3, 0, 0, 0)) -> dict:
     each = {"int8": ours, "another exact kernel": floor}
     return {"metrics": {way: {"psnr_db": x, "ssim": 0.9} for way, x in each.items()}, "calls": list(calls)}
 
@@ -169,7 +182,8 @@ def row(ours: float, floor: float, calls=(3, 0)) -> dict:
         ),
         ([row(51 + i, 50 + i) for i in range(8)], "INT8 is nearer to the reference"),
         ([row(30, 50)] * 5, "5 of at least 6 pictures, too few"),
-        ([row(30, 50, (0, 3))] * 8, "Not rated: no call ran in INT8"),
+        ([row(30, 50, (0, 3, 1, 3))] * 8, "no attention call and 25% of linear layers' calls ran in 8 bit"),
+        ([row(30, 50, (0, 3, 0, 1))] * 8, "Not rated: no call ran in INT8"),
     ],
 )
 def test_verdicts_follow_the_paired_interval(rows, words):
@@ -177,10 +191,11 @@ def test_verdicts_follow_the_paired_interval(rows, words):
 
 
 def test_a_page_escapes_what_others_wrote(tmp_path):
-    state = {"settings": {"model": "<b>x"}, "rows": [], "notes": ["<i>"], **rating.summarise([row(40, 50)] * 6)}
+    state = {"settings": {"model": "folder/<b>x"}, "rows": [], "notes": ["<i>"], **rating.summarise([row(40, 50)] * 6)}
     named = {"category": "", "prompt": 'a "sign" <b> {0}', "seed": 1, "pictures": {"int8": "x.png"}}
     rating_page.write_page(state | {"rows": [row(40, 50) | named]}, tmp_path / "x.html")
     page = Page(tmp_path / "x.html")
+    assert "<h1>&lt;b&gt;x: INT8 beside stock</h1>" in (tmp_path / "x.html").read_text()  # of a path, its last part
     assert page.images[0]["alt"] == 'INT8: a "sign" <b> (0)' and "b" not in page.seen and "i" not in page.seen
 
 
@@ -205,33 +220,6 @@ def test_clip_scores_come_from_a_model_on_the_disk(tmp_path):
     )
     assert two[0] != two[1] and all(-100 <= x <= 100 for x in two)
     assert "nowhere" in rating.usable("CLIP", lambda: rating.ClipScore(str(tmp_path / "nowhere"), torch.device("cpu")))
-
-
-def test_rate_of_a_language_model(tmp_path):
-    small = ("--windows", 4, "--context", 65, "--new-tokens", 3, "--device", "cpu", "--json")
-    found = invoke("rate", "tiny_lm", *small, "--output", tmp_path / "lm", "--csv", tmp_path / "r.csv")
-    means = found["means"]
-    assert 0 <= means["another exact kernel"]["kl"][0] < 1e-9 < means["int8"]["kl"][0] < 1e-3
-    assert means["int8"]["loss"][0] == pytest.approx(means["stock"]["loss"][0], rel=0.01) and found["int8_calls"] > 0
-    assert "perplexity" in found["verdict"] and Page(tmp_path / "lm" / "index.html").images == []
-    assert {row["case"] for row in read_rows(tmp_path / "r.csv")} == {
-        f"tiny_lm/{x}" for x in ("stock", "prefill", "prefill_kv")
-    }
-
-
-def test_a_language_models_rating_takes_short_texts_and_no_other_ratings_place(tmp_path):
-    small = ("--context", 4, "--windows", 1, "--new-tokens", 1, "--output", tmp_path / "lm")
-    invoke("rate", "tiny_lm", *small)
-    before = (tmp_path / "lm" / "rating.json").read_bytes()
-    said = CliRunner().invoke(cli.app, [str(x) for x in ("rate", "tiny_lm", *small, "--windows", 2)])
-    assert said.exit_code == 2 and "another windows" in " ".join(said.stderr.split())
-    assert (tmp_path / "lm" / "rating.json").read_bytes() == before
-
-
-@pytest.mark.parametrize("command", ["time", "rate"])
-def test_options_that_a_language_model_would_not_run_are_refused(command):
-    said = CliRunner().invoke(cli.app, [command, "tiny_lm", "--linears", "int8"], env={"COLUMNS": "200"})
-    assert said.exit_code == 2 and "INT8 attention and cache alone are measured" in " ".join(said.stderr.split())
 
 
 def test_prompts_of_a_file_and_of_categories(tmp_path):
@@ -264,17 +252,23 @@ def test_a_picture_is_what_surrounds_the_steps_and_all_steps(whole, monkeypatch)
 @pytest.mark.parametrize(
     ("ours", "calls", "words"),
     [
-        (1.0, 9, "Yes, on A GPU: 1.00 s a picture, stock 2.00 s (0.50), 3.0 GiB for stock's 3.0"),
-        (1.98, 9, "No, on A GPU: 1.98"),
-        (1.0, 0, "No: nothing of this model ran"),
+        (
+            1.0,
+            (9, 0, 1, 3),
+            "Yes, on A GPU: 1.00 s a picture, stock 2.00 s (0.50), 3.0 GiB for stock's 3.0; 100% "
+            "of attention calls and 25% of linear layers' calls ran in 8 bit.",
+        ),
+        (1.98, (9, 0, 0, 0), "No, on A GPU: 1.98"),
+        (1.0, (0, 9, 1, 0), "Yes, on A GPU: 1.00"),
+        (1.0, (0, 9, 0, 3), "No: nothing of this model ran"),
     ],
 )
 def test_yes_or_no_for_this_gpu(ours, calls, words, monkeypatch):
     monkeypatch.setattr(timing.torch.cuda, "get_device_name", lambda device=None: "A GPU")
     times = {way: timing.Timing(total, 0.1, 0.1, 0.1, 3.0) for way, total in (("stock", 2.0), ("int8", ours))}
-    assert timing.verdict(times, calls, torch.device("cuda"), "picture").startswith(words)
-    on_cpu = timing.verdict(times, calls, torch.device("cpu"), "picture")
-    assert on_cpu.startswith("No GPU" if calls else "No: nothing of this model ran in INT8 attention on a CPU")
+    assert timing.verdict(times, timing.Calls(*calls), torch.device("cuda"), "picture").startswith(words)
+    on_cpu = timing.verdict(times, timing.Calls(*calls), torch.device("cpu"), "picture")
+    assert on_cpu.startswith("No GPU" if calls[0] or calls[2] else "No: nothing of this model ran in 8 bit on a CPU")
 
 
 @pytest.mark.slow("several calls of each way")

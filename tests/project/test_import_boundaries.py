@@ -127,7 +127,7 @@ FRONT_DOORS = {  # the package itself, and what runs it as a command, are above 
     ("sage_processors", "sage_processors.diffusion.host.model_methods"),
     ("sage_processors", "sage_processors.loading.config"),
     ("sage_processors", "sage_processors.loading.register"),
-    ("sage_processors.__main__", "sage_processors.cli.main"),
+    ("sage_processors.__main__", "sage_processors.cli"),
 }
 
 
@@ -255,11 +255,11 @@ def torch_alone() -> dict:
 
         found["said"] = {{name: said(code) for name, code in {NEEDS!r}.items()}}
         hidden -= {{"typer", "rich"}}
-        import sage_processors.cli.main as cli
+        from sage_processors import cli
         sys.argv = ["sage-processors", "demo"]
         with contextlib.redirect_stderr(io.StringIO()) as printed:
             try:
-                cli.main()
+                cli.run()
             except SystemExit as stop:
                 found["demo"] = [stop.code, printed.getvalue()]
         print(json.dumps(found))

@@ -73,12 +73,12 @@ def test_a_missing_model_is_a_message_that_names_the_command(wheel, tmp_path):
     zipfile.ZipFile(wheel).extractall(site)
     code = """
         import sys
-        from sage_processors.cli import main as cli
+        from sage_processors.cli import run
         sys.stderr = sys.stdout
         for arguments in (["demo", "tiny_flux"], ["rate", "tiny_lm"]):
             sys.argv = ["sage-processors", *arguments]
             try:
-                cli.main()
+                run()
             except SystemExit as stop:
                 print(stop.code)
         """

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +19,23 @@ from ...files.strict_json import plain_data
 from ...files.whole_file import whole_file, write_whole
 from ...options import SageAttnProcessor
 from ...reporting.layer_report import NOTHING_RAN
+from ...version import __version__
 from .. import metrics, quality, videos
 from ..side_by_side import amplification
 from .scores import ClipScore, Legibility, usable, writing
+from .timing import Calls
 
 
 OURS, FLOOR, STOCK, REFERENCE = "int8", "another exact kernel", "stock", "reference"
 REFERENCES = ("stock", "float32")
+Tick = Callable[[], None]
+Progress = Callable[[int, int], AbstractContextManager[Tick]]  # of (all steps, those done before), such as a bar
 LEAST_PAIRS = 6  # with fewer, equal methods differ by chance more often than once in 20 times
+
+
+def unseen(total: int, done: int) -> AbstractContextManager[Tick]:
+    """Show no progress."""
+    return nullcontext(lambda: None)
 
 
 @contextmanager
@@ -47,57 +56,86 @@ def rate(
     steps: int,
     batch: int = 4,
     reference: str = "stock",
-    clip: str | None = None,
+    clip: ClipScore | None = None,
     arguments: dict[str, Any] | None = None,
-    on_step: Callable[[], None] | None = None,
+    progress: Progress = unseen,
 ) -> dict[str, Any]:
-    """Draw every prompt in each way, measure, and write rating.json and the pictures after each batch.
-
-    A folder with a part of the same rating is gone on with.
+    """Draw every prompt in each way, and measure, as `go_on`. Pictures are written beside rating.json.
 
     Args:
         pipe: a text-to-image or text-to-video pipeline. prompts: pairs (category, prompt). seeds: one for each.
         config: the options under test. name: of the checkpoint.
         reference: "stock", or "float32" for all of the pipeline in fp32 (twice the memory of a 16-bit one).
-        clip: a CLIP model on the disk; None: no CLIP score. arguments: more for the pipeline's call.
+        clip: None: no CLIP score. arguments: more for the pipeline's call. progress: by denoising steps.
     Returns: settings, rows (one for each prompt), summary, notes and verdict.
     Raises: ValueError for a folder with a rating of other settings.
     """
     settings = {
-        "model": name, "options": repr(config), "steps": steps, "reference": reference, "dtype": str(pipe.dtype),
+        **own_settings(pipe, name, config), "steps": steps, "reference": reference, "clip": clip and clip.name,
         "prompts": [list(pair) for pair in prompts], "seeds": list(seeds), "arguments": plain_data(arguments or {}),
-        "batch": batch, "device": pipe.device.type,
+        "batch": batch,
     }  # fmt: skip
     state = started(folder, settings)
     (folder / "pictures").mkdir(exist_ok=True)
-    scores: dict[str, Callable] = {} if clip is None else {"clip": ClipScore(clip, pipe.device)}
+    scores: dict[str, Callable] = {} if clip is None else {"clip": clip}
     zeros = torch.zeros(1, 3, 64, 64, dtype=torch.float32, device="cpu")
     missing = usable("LPIPS", lambda: metrics.lpips(zeros, zeros))
-    state["notes"] = [missing] if missing else []
+    notes = [missing] if missing else []
     if any(writing(prompt) for _, prompt in prompts):
         try:
             scores["legibility"] = Legibility()
         except ImportError as error:
-            state["notes"].append(f"Legibility: {error}")
-    draw = {"steps": steps, "on_step": on_step, **(arguments or {})}
-    for start in range(len(state["rows"]), len(prompts), batch):
-        part = slice(start, start + batch)
+            notes.append(f"Legibility: {error}")
+
+    def measure(part: slice, tick: Tick) -> list[dict[str, Any]]:
         texts = [prompt for _, prompt in prompts[part]]
+        draw = {"steps": steps, "on_step": tick, **(arguments or {})}
         drawn, calls = _drawn(pipe, texts, list(seeds[part]), config, reference, draw)
         measured = {way: _measured(x, drawn[REFERENCE], not missing) for way, x in drawn.items() if way != REFERENCE}
         for way, x in drawn.items() if scores else ():
             middle = x[:, x.shape[1] // 2] if x.dim() == 5 else x
             measured.setdefault(way, {}).update({key: score(middle, texts) for key, score in scores.items()})
+        rows = []
         for i, (category, prompt) in enumerate(prompts[part]):
             own = {
                 way: {key: values[i] for key, values in found.items() if values[i] is not None}
                 for way, found in measured.items()
             }
-            row = {"category": category, "prompt": prompt, "seed": seeds[start + i], "metrics": own, "calls": calls}
-            state["rows"].append(row | {"pictures": _saved(drawn, i, start + i, folder)})
-        state |= summarise(state["rows"])
-        write_state(state, folder)
+            number = part.start + i
+            row = {"category": category, "prompt": prompt, "seed": seeds[number], "metrics": own, "calls": calls}
+            rows.append(row | {"pictures": _saved(drawn, i, number, folder)})
+        return rows
+
+    ways = 4 if reference == "float32" and pipe.dtype != torch.float32 else 3
+    return go_on(state | {"notes": notes}, folder, len(prompts), batch, measure, summarise, progress, ways * steps)
+
+
+def go_on(
+    state: dict[str, Any], folder: Path, count: int, batch: int,
+    measure: Callable[[slice, Tick], list[dict[str, Any]]],
+    summarised: Callable[[list[dict[str, Any]]], dict[str, Any]], progress: Progress, ticks: int,
+) -> dict[str, Any]:  # fmt: skip
+    """Measure what a rating lacks, batch by batch, and write rating.json after each.
+
+    Args:
+        state: of `started`. count: rows when it is done. measure: returns the rows of a part; calls what it is given
+            `ticks` times. summarised: returns summary and verdict of rows.
+    """
+    with progress(ticks * -(-count // batch), ticks * -(-len(state["rows"]) // batch)) as tick:
+        for start in range(len(state["rows"]), count, batch):
+            state["rows"] += measure(slice(start, min(start + batch, count)), tick)
+            state |= summarised(state["rows"])
+            write_state(state, folder)
     return state
+
+
+def own_settings(target: Any, name: str, config: SageAttnProcessor) -> dict[str, Any]:
+    """Return settings of every rating: model, options, and where it runs."""
+    device = target.device
+    return {
+        "model": name, "options": repr(config), "dtype": str(target.dtype), "device": device.type,
+        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else "", "version": __version__,
+    }  # fmt: skip
 
 
 def write_state(state: dict[str, Any], folder: Path) -> None:
@@ -126,8 +164,15 @@ def started(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
     if not file.is_file():
         folder.mkdir(exist_ok=True)
         return {"settings": settings, "rows": []}
-    state: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    other = [key for key in settings if state.get("settings", {}).get(key) != settings[key]]
+    try:
+        state: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        before, _ = state["settings"], len(state["rows"])
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(
+            f"{file}: got a file that is damaged or no rating, expected one that `rate` wrote: remove it to begin "
+            "anew, or choose another --output"
+        ) from error
+    other = [key for key in settings if key not in before or before[key] != settings[key]]
     if other:
         raise ValueError(
             f"{folder} holds a rating with another {', '.join(other)}: choose another --output or remove it"
@@ -135,8 +180,8 @@ def started(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
     return state
 
 
-def _drawn(pipe, texts, seeds, config, reference, draw) -> tuple[dict[str, torch.Tensor], list[int]]:
-    """Return {way: pictures} and [calls in INT8, calls in 16 bit] of one batch."""
+def _drawn(pipe, texts, seeds, config, reference, draw) -> tuple[dict[str, torch.Tensor], Calls]:
+    """Return {way: pictures} and what ran, of one batch."""
     from ...diffusion.handle import apply
 
     found = {}
@@ -151,8 +196,8 @@ def _drawn(pipe, texts, seeds, config, reference, draw) -> tuple[dict[str, torch
             found[FLOOR] = quality.generate(pipe, texts, seeds, **draw)
         with apply(pipe, config) as handle:
             found[OURS] = quality.generate(pipe, texts, seeds, **draw)
-            report = handle.report()
-    return found, [report.calls, sum(report.fallbacks.values())]
+            calls = Calls.of(handle.report())
+    return found, calls
 
 
 def _measured(x: torch.Tensor, reference: torch.Tensor, lpips: bool) -> dict[str, list[float]]:
@@ -184,29 +229,40 @@ def _saved(drawn: dict[str, torch.Tensor], i: int, number: int, folder: Path) ->
 
 def summarise(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return means, paired differences from the noise floor with 95 % intervals, and a verdict."""
+    summary = averaged(rows)
+    summary["worst_psnr_db"] = min(row["metrics"][OURS]["psnr_db"] for row in rows)
+    return {"summary": summary, "verdict": _verdict(len(rows), summary)}
+
+
+def averaged(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the means of all ways and metrics, differences from the noise floor, and calls, of rows."""
     values: dict[str, dict[str, list[float]]] = {}  # a prompt without writing has no legibility
-    for way in (REFERENCE, STOCK, FLOOR, OURS):
+    for way in dict.fromkeys((REFERENCE, STOCK, FLOOR, OURS, *(way for row in rows for way in row["metrics"]))):
         for row in rows:
             for key, value in row["metrics"].get(way, {}).items():
                 values.setdefault(way, {}).setdefault(key, []).append(value)
-    means = {way: {key: metrics.mean_interval(x) for key, x in found.items()} for way, found in values.items()}
-    further = {key: metrics.paired_interval(x, values[FLOOR][key]) for key, x in values[OURS].items()}
-    worst = min(row["metrics"][OURS]["psnr_db"] for row in rows)
-    calls = [sum(row["calls"][i] for row in rows) for i in (0, 1)]
-    summary = {
-        "means": {way: {key: list(x) for key, x in found.items()} for way, found in means.items()},
-        "ours_minus_floor": {key: list(x) for key, x in further.items()},
-        "worst_psnr_db": worst, "int8_calls": calls[0], "other_calls": calls[1],
+    ours, floor = values[OURS], values[FLOOR]
+    apart = {key: list(metrics.paired_interval(ours[key], floor[key])) for key in ours if key in floor}
+    calls = Calls(*(sum(numbers) for numbers in zip(*(row["calls"] for row in rows), strict=True)))
+    return {
+        "means": {way: {key: list(metrics.mean_interval(x)) for key, x in own.items()} for way, own in values.items()},
+        "ours_minus_floor": apart,
+        **calls._asdict(),
     }  # fmt: skip
-    return {"summary": summary, "verdict": _verdict(len(rows), means, further, worst, calls)}
 
 
-def _verdict(count, means, further, worst, calls) -> str:
+def ran(summary: dict[str, Any]) -> Calls:
+    """Return what ran of all that a rating measured."""
+    return Calls(*(summary[name] for name in Calls._fields))
+
+
+def _verdict(count: int, summary: dict[str, Any]) -> str:
     """Return the rating in one sentence."""
-    if not calls[0]:
+    if not ran(summary).ran:
         return f"Not rated: {NOTHING_RAN}."
-    ours, floor = (means[way]["psnr_db"].value for way in (OURS, FLOOR))
-    apart = further["psnr_db"]
+    means, worst = summary["means"], summary["worst_psnr_db"]
+    ours, floor = (means[way]["psnr_db"][0] for way in (OURS, FLOOR))
+    apart = metrics.Interval(*summary["ours_minus_floor"]["psnr_db"])
     if count < LEAST_PAIRS:
         head = (
             f"{count} of at least {LEAST_PAIRS} pictures, too few to say how INT8 compares with another exact kernel"
@@ -220,9 +276,8 @@ def _verdict(count, means, further, worst, calls) -> str:
     else:
         interval = f"{-apart.value:.1f} dB ({-apart.high:.1f} to {-apart.low:.1f})"
         head = f"INT8 is {interval} further from the reference than another exact kernel"
-    share = calls[0] / sum(calls)
     return (
         f"{head}: PSNR {ours:.1f} dB, where the other kernel has {floor:.1f}; SSIM "
-        f"{means[OURS]['ssim'].value:.4f} and {means[FLOOR]['ssim'].value:.4f}; worst of {count} pictures "
-        f"{worst:.1f} dB; {share:.0%} of attention calls in INT8."
+        f"{means[OURS]['ssim'][0]:.4f} and {means[FLOOR]['ssim'][0]:.4f}; worst of {count} pictures "
+        f"{worst:.1f} dB; {ran(summary).in_words()}."
     )

@@ -27,16 +27,19 @@ figcaption, .small { font-size: .85rem; overflow-wrap: anywhere; }
 TITLES = {
     "psnr_db": "PSNR, dB", "ssim": "SSIM", "lpips": "LPIPS (less is nearer)", "flicker": "flicker (less is nearer)",
     "clip": "CLIP score", "legibility": "writing that OCR reads",
-    "loss": "nats per token", "kl": "KL to the reference, nats per token",
+    "loss": "nats per token", "kl": "KL to the reference, nats per token", "identical": "greedy texts as stock's",
+    "distance": "1 - cosine to the reference",
 }  # fmt: skip
 
 
 def write_page(state: dict[str, Any], path: Path) -> None:
-    """Write the page of `rating.rate` or `rating_language.rate_language` beside its pictures."""
+    """Write the page of `rating.rate` or `rating_language.rate_texts` beside its pictures."""
     settings, summary = state["settings"], state["summary"]
     named = {"int8": "INT8"} | ({"reference": "stock"} if settings.get("reference") == "stock" else {})
     names = [key for key in TITLES if any(key in found for found in summary["means"].values())]
-    head = ["drawn with" if state["rows"] else "run with", *(TITLES[key] for key in names)]
+    shown = [row for row in state["rows"] if "pictures" in row]
+    title = escape(f"{Path(settings['model']).name or settings['model']}: INT8 beside stock")
+    head = ["drawn with" if shown else "run with", *(TITLES[key] for key in names)]
     lines = [
         [named.get(way, way), *(_cell(found.get(key)) for key in names)] for way, found in summary["means"].items()
     ]
@@ -45,19 +48,19 @@ def write_page(state: dict[str, Any], path: Path) -> None:
     listed = ((key, value) for key, value in settings.items() if key not in ("prompts", "seeds"))
     about = [[key, str(value)] for key, value in listed]
     body = [
-        f"<h1>{escape(settings['model'])}: INT8 beside stock</h1>",
+        f"<h1>{title}</h1>",
         f'<p class="verdict">{escape(state["verdict"])}</p>',
         _table(head, [*lines, apart]),
         '<p class="small">Means with 95 % intervals, by bootstrap. The noise floor is another exact kernel.</p>',
         f"<ul>{notes}</ul>" if notes else "",
-        *(_row(row, named) for row in sorted(state["rows"], key=lambda row: row["metrics"]["int8"].get("psnr_db", 0))),
+        *(_row(row, named) for row in sorted(shown, key=lambda row: row["metrics"]["int8"].get("psnr_db", 0))),
         "<h2>How it was made</h2>",
         _table(["setting", "value"], about),
     ]
     html = (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(settings['model'])}: INT8 beside stock</title><style>{STYLE}</style></head>\n"
+        f"<title>{title}</title><style>{STYLE}</style></head>\n"
         f"<body>{''.join(body)}</body></html>\n"
     )
     write_whole(path, html.encode())

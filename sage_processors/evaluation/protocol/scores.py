@@ -34,6 +34,7 @@ class ClipScore:
     def __init__(self, name: str, device: torch.device):
         from transformers import AutoProcessor, CLIPModel
 
+        self.name = name
         self.model = CLIPModel.from_pretrained(name, local_files_only=True, use_safetensors=True).to(device).eval()
         self.processor = AutoProcessor.from_pretrained(name, local_files_only=True)
 

@@ -40,6 +40,37 @@ class Timing(NamedTuple):
     peak_gib: float | None
 
 
+class Calls(NamedTuple):
+    """What a handle reports to have run: calls of attention and of linear layers, in 8 bit and otherwise."""
+
+    int8_calls: int
+    other_calls: int
+    linear_calls: int
+    other_linear_calls: int
+
+    @classmethod
+    def of(cls, report: Any) -> Calls:
+        linears = report.linears
+        others = (0, 0) if linears is None else (linears.ran, sum(linears.fallbacks.values()))
+        return cls(report.calls, sum(report.fallbacks.values()), *others)
+
+    @property
+    def ran(self) -> bool:
+        """True if anything ran in 8 bit."""
+        return bool(self.int8_calls or self.linear_calls)
+
+    def in_words(self) -> str:
+        """Say which part ran in 8 bit."""
+        said = [
+            f"{ran / (ran + others):.0%} of {what}" if ran else f"no {one}"
+            for what, one, ran, others in (
+                ("attention calls", "attention call", self.int8_calls, self.other_calls),
+                ("linear layers' calls", "linear layer", self.linear_calls, self.other_linear_calls),
+            )
+        ]
+        return f"{' and '.join(said)} ran in 8 bit"
+
+
 def time_calls(
     call: Callable[[int], Any], steps: int, device: torch.device, *, few: int = FEW, more: int = 6, whole: bool = False
 ) -> Timing:
@@ -72,18 +103,52 @@ def _seconds(call: Callable[[int], Any], steps: int, device: torch.device) -> fl
     return time.perf_counter() - began
 
 
-def time_pipeline(
-    pipe: Any, prompt: str, config: SageAttnProcessor, *, steps: int, arguments: dict[str, Any] | None = None,
-    on_way: Callable[[str], None] = lambda way: None, **options: Any,
-) -> tuple[dict[str, Timing], int]:  # fmt: skip
-    """Return {"stock": Timing, "int8": Timing} of a pipeline, and the attention calls that ran in INT8.
+def picture_call(pipe: Any, prompt: str, arguments: dict[str, Any]) -> Callable[[int], None]:
+    """Return a call that draws a picture or clip with so many steps. arguments: more for the pipeline's call."""
 
-    arguments: more for the pipeline's call. on_way: told the name of what is timed next. options: of `time_calls`.
-    """
-    from ...diffusion.handle import apply
+    def call(steps: int) -> None:
+        generate(pipe, [prompt], [0], steps=steps, **arguments)
+
+    return call
+
+
+def text_call(model: Any, prompt_tokens: int) -> Callable[[int], None]:
+    """Return a call that writes so many tokens behind a prompt, with the cache that `generate` makes."""
+    ids = _some_tokens(model, prompt_tokens)
 
     def call(number: int) -> None:
-        generate(pipe, [prompt], [0], steps=number, **(arguments or {}))
+        options = {"do_sample": False, "max_new_tokens": number, "min_new_tokens": number}
+        model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+
+    return call
+
+
+def embedding_call(model: Any, tokens: int) -> Callable[[int], None]:
+    """Return a call that reads a text of so many tokens so many times."""
+    ids = _some_tokens(model, tokens)
+
+    @torch.no_grad()
+    def call(number: int) -> None:
+        for _ in range(number):
+            model(input_ids=ids, attention_mask=torch.ones_like(ids))
+
+    return call
+
+
+def _some_tokens(model: Any, count: int) -> torch.Tensor:
+    return torch.arange(count, device=model.device)[None] * 7919 % model.config.get_text_config().vocab_size
+
+
+def time_both(
+    target: Any, call: Callable[[int], Any], config: SageAttnProcessor, *, steps: int,
+    on_way: Callable[[str], None] = lambda way: None, **options: Any,
+) -> tuple[dict[str, Timing], Calls]:  # fmt: skip
+    """Return {"stock": Timing, "int8": Timing} of a pipeline or model, and what ran of the latter.
+
+    call: of `picture_call`, `text_call` or `embedding_call`. on_way: told the name of what is timed next.
+    options: of `time_calls`.
+    """
+    from ...diffusion.handle import apply
 
     def run(way: str, swap: Callable[[], AbstractContextManager[Any]]) -> tuple[Timing, Any]:
         gc.collect()
@@ -91,55 +156,28 @@ def time_pipeline(
         began = time.perf_counter()
         with swap() as handle:
             swapped = time.perf_counter() - began
-            found = time_calls(call, steps, pipe.device, **options)
+            found = time_calls(call, steps, target.device, **options)
             return found._replace(first=found.first + swapped), handle and handle.report()
 
     stock, _ = run("stock", nullcontext)
-    ours, report = run("int8", lambda: apply(pipe, config))
-    return {"stock": stock, "int8": ours}, report.calls
+    ours, report = run("int8", lambda: apply(target, config))
+    return {"stock": stock, "int8": ours}, Calls.of(report)
 
 
-def time_language(
-    model: Any, *, recipe: str, prompt_tokens: int, new_tokens: int, on_way: Callable[[str], None] = lambda way: None,
-    **options: Any,
-) -> tuple[dict[str, Timing], int]:  # fmt: skip
-    """Return {"stock": Timing, "int8": Timing} of a text, and the attention calls in INT8.
-
-    INT8 is attention of prompts and the KV cache. Times of a step are those of a new token. options: of `time_calls`.
-    """
-    from transformers import GenerationMixin
-
-    from ...language.attention import attention_report
-    from ...language.kv_cache import Int8KVCache
-    from ...language.names import name_of
-    from ..language import cache_argument, with_attention
-
-    ids = torch.arange(prompt_tokens, device=model.device)[None] * 7919 % model.config.get_text_config().vocab_size
-    found = {}
-    for way, name in (("stock", "sdpa"), ("int8", name_of(recipe))):
-
-        def call(number: int, way: str = way) -> None:
-            cache = Int8KVCache(model.config) if way == "int8" else None
-            given = cache_argument(GenerationMixin.prepare_inputs_for_generation, cache)
-            options = {"do_sample": False, "max_new_tokens": number, "min_new_tokens": number}
-            model.generate(ids, attention_mask=torch.ones_like(ids), **given, **options)
-
-        on_way(way)
-        with with_attention(model, name):
-            found[way] = time_calls(call, new_tokens, model.device, **options)
-            calls = attention_report(model).calls if way == "int8" else 0
-    return found, calls
+def _seconds_of(timing: Timing) -> str:
+    return f"{timing.total:.2f}" if timing.total >= 0.1 else f"{timing.total:.2g}"
 
 
-def verdict(found: dict[str, Timing], calls: int, device: torch.device, what: str) -> str:
-    """Return yes or no for this device in a sentence. what: "picture", "clip" or "text"."""
+def verdict(found: dict[str, Timing], calls: Calls, device: torch.device, what: str) -> str:
+    """Return yes or no for this device in a sentence. what: such as "picture" or "text"."""
     stock, ours = found["stock"], found["int8"]
     ratio = ours.total / stock.total
-    numbers = f"{ours.total:.2f} s a {what}, stock {stock.total:.2f} s ({ratio:.2f})"
+    numbers = f"{_seconds_of(ours)} s a {what}, stock {_seconds_of(stock)} s ({ratio:.2f})"
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
-    if not calls:
-        return f"No: nothing of this model ran in INT8 attention on {name}, {numbers}."
+    if not calls.ran:
+        return f"No: nothing of this model ran in 8 bit on {name}, {numbers}."
     if device.type != "cuda":
-        return f"No GPU, so INT8 ran in its reference, whose times say nothing about a GPU: {numbers}."
+        said = f"No GPU, so INT8 ran in its reference, whose times say nothing about a GPU: {numbers}"
+        return f"{said}; {calls.in_words()}."
     memory = "" if ours.peak_gib is None else f", {ours.peak_gib:.1f} GiB for stock's {stock.peak_gib:.1f}"
-    return f"{'Yes' if ratio <= WORTH_IT else 'No'}, on {name}: {numbers}{memory}."
+    return f"{'Yes' if ratio <= WORTH_IT else 'No'}, on {name}: {numbers}{memory}; {calls.in_words()}."

@@ -1,0 +1,140 @@
+"""What kind of model a name stands for, and which options of `time` and `rate` mean something for it."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from ..option_groups import IN_16_BIT
+from ..unsupported import UnsupportedAttentionError
+from . import loading
+from .checks import check_names, refusing
+
+
+PICTURE, CLIP, TEXT, EMBEDDING = "picture", "clip", "text", "embedding"  # what a model makes
+MODELS = {
+    PICTURE: "a pipeline of pictures", CLIP: "a pipeline of clips", TEXT: "a language model",
+    EMBEDDING: "a sentence encoder",
+}  # fmt: skip
+DRAWN, READS = (PICTURE, CLIP), (TEXT, EMBEDDING)
+# option → the kinds that it means something for; all kinds take the others
+KINDS = {
+    **dict.fromkeys(("steps", "height", "width", "prompts", "category", "images", "seed"), DRAWN),
+    **dict.fromkeys(("reference", "clip", "policy"), DRAWN),
+    "frames": (CLIP,),
+    **dict.fromkeys(("prompt_tokens", "windows", "context"), READS),
+    **dict.fromkeys(("new_tokens", "chat"), (TEXT,)),
+    **dict.fromkeys(("full", "csv"), (*DRAWN, TEXT)),
+}
+
+
+@dataclass(frozen=True)
+class Looked:
+    """A model that was looked at without its weights.
+
+    Attributes: kind. skeleton: a transformers model without weights, None for a pipeline. steps: a pipeline's own
+        number of steps. most_steps: those that its scheduler was trained with, if it says so.
+    """
+
+    name: str
+    kind: str
+    skeleton: Any = None
+    steps: int = 0
+    most_steps: int | None = None
+
+    @property
+    def room(self) -> int | None:
+        """Most tokens of a text model; None without a limit."""
+        room: int | None = getattr(self.skeleton.config.get_text_config(), "max_position_embeddings", None)
+        return room
+
+
+def look_at(name: str) -> Looked:
+    """Look at a model's configs. Raises: typer.BadParameter for one that can't be timed or rated."""
+    skeleton = loading.load_language_skeleton(name)
+    if skeleton is None:
+        return _pipeline(name)
+    config, kind, writes = skeleton.config, type(skeleton).__name__, skeleton.can_generate()
+    reads_text = skeleton.main_input_name == "input_ids" and (writes or config.get_text_config() is config)
+    if config.is_encoder_decoder or not reads_text:
+        raise typer.BadParameter(
+            f"{name} is a {kind}, expected a pipeline of diffusers, a language model or a sentence encoder; `report` "
+            "lists the layers of any model",
+            param_hint="MODEL",
+        )
+    from ..language.choice import refuse_without_attention
+
+    try:
+        refuse_without_attention(skeleton, "sage_int8")
+    except UnsupportedAttentionError as error:
+        raise typer.BadParameter(
+            f"{name} is a {kind}, none of whose layers takes an attention implementation: nothing can run in INT8",
+            param_hint="MODEL",
+        ) from error
+    return Looked(name, TEXT if writes else EMBEDDING, skeleton)
+
+
+def _pipeline(name: str) -> Looked:
+    diffusers = loading.quiet_diffusers()
+    source = loading.locate(name, with_texts=True)
+    with refusing(name, "MODEL"):
+        if Path(source).is_dir() and not (Path(source) / "model_index.json").is_file():
+            made = json.loads((Path(source) / "config.json").read_text(encoding="utf-8")).get("_class_name", "model")
+            raise typer.BadParameter(
+                f"{name} holds a {made} alone, expected a whole pipeline, a folder with a model_index.json",
+                param_hint="MODEL",
+            )
+        index = diffusers.DiffusionPipeline.load_config(source)
+        known = inspect.signature(getattr(diffusers, index["_class_name"]).__call__).parameters
+        wanted = {key for key, value in known.items() if value.default is value.empty} - {"self", "prompt", "kwargs"}
+        if wanted or not {"prompt", "num_inference_steps"} <= known.keys():
+            raise typer.BadParameter(
+                f"{name} is a {index['_class_name']}, expected a pipeline that draws from a prompt alone",
+                param_hint="MODEL",
+            )
+        scheduler = getattr(diffusers, (index.get("scheduler") or [None, ""])[1] or "", None)
+        config = {} if scheduler is None else scheduler.load_config(source, subfolder="scheduler")
+    kind = CLIP if "num_frames" in known else PICTURE
+    own: Any = known["num_inference_steps"].default
+    return Looked(name, kind, None, own, config.get("num_train_timesteps"))
+
+
+def check_options(context: typer.Context, looked: Looked, recipe: str) -> None:
+    """Raise typer.BadParameter for an option that was given but means nothing for this kind of model."""
+    for name, kinds in KINDS.items():
+        source = context.get_parameter_source(name)
+        if source is not None and source.name != "DEFAULT" and looked.kind not in kinds:
+            raise typer.BadParameter(
+                f"{looked.name} is {MODELS[looked.kind]}, which has no such option; it is for "
+                f"{' or '.join(MODELS[kind] for kind in kinds)}",
+                param_hint=f"--{name.replace('_', '-')}",
+            )
+    if looked.kind in READS:
+        check_names("--recipe", [recipe], [*loading.RECIPES.split(", "), IN_16_BIT])
+    steps = context.params.get("steps")
+    if steps is not None and looked.most_steps is not None and steps > looked.most_steps:
+        raise typer.BadParameter(
+            f"got {steps}, expected at most {looked.most_steps}, the steps that its scheduler was trained with",
+            param_hint="--steps",
+        )
+
+
+def fitting(looked: Looked, option: str, given: int | None, usual: int, more: int = 0) -> int:
+    """Return the tokens of a text: those given or, without, as many of the usual ones as the model has room for.
+
+    more: tokens that come on top. Raises: typer.BadParameter if they don't fit.
+    """
+    room = looked.room
+    tokens = given if given is not None else usual if room is None else max(min(usual, room - more), 2)
+    if room is not None and tokens + more > room:
+        raise typer.BadParameter(
+            f"got {tokens} tokens{f' and {more} new ones' if more else ''}, expected at most {room} together, the "
+            f"positions that {looked.name} knows",
+            param_hint=option,
+        )
+    return tokens
