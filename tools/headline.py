@@ -76,9 +76,14 @@ FIGURES = (
     _picture("Qwen-Image at 1328², a picture of 50 steps*", "qwen_image_1328/computed"),
     _picture("SDXL at 1024², a picture of 30 steps*", "sdxl_1024/computed"),
     _picture("Wan 2.1 1.3B, a clip of 81 frames, 480p, 50 steps*", "wan21_1_3b_480p81/computed", "clip"),
+    _picture("Wan 2.1 14B, the same*", "wan_14b_480p81/computed", "clip"),
     Figure(
         "attention alone, 16,384 tokens, head_dim 128", "attention_fwd", "D128_N16384_full/drift", "throughput",
         "{:.0f} TFLOPS".format, DEFAULT_RECIPE,
+    ),
+    Figure(
+        "Llama 8B: a prompt of 131,072 tokens", "end_to_end", "llama8b_prefill_131072", "time",
+        lambda value: f"{value / 1000:.2f} s", f"{DEFAULT_RECIPE}+linears_int8",
     ),
     Figure(
         "Llama 8B: a new token after 4,096", "generate", "llama8b_b1_4096", "time",
@@ -87,10 +92,6 @@ FIGURES = (
     Figure(
         "its first 16 layers, `generate_batch` of 64 prompts", "generate", "batching_llama8b_l16_64x4000",
         "tokens_per_second", "{:,.0f} tokens/s".format, same_way="stock_torch_flash",
-    ),
-    Figure(
-        "its KV cache, memory for a token in a layer", "decode", "llama8b_decode_131072_b8", "kv_bytes_per_token",
-        "{:,.0f} bytes".format, "kv_int8",
     ),
 )  # fmt: skip
 

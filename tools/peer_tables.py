@@ -11,7 +11,7 @@ from .tables import markdown_table
 
 _PEER_SQUARES = [f"D128_N{n}_{kind}" for n in (4096, 16384, 32768) for kind in ("full", "causal")]
 PEER_CASES = (*(f"{case}/{DRIFT}" for case in (*_PEER_SQUARES, "D64_N16384_full")), "D128_N16384_full", "cogvideox_49")
-OTHERS = ("sageattention", "flash_attn", "torch_flex", "torchao_fp8_attention")  # other packages' attention
+OTHERS = ("sageattention", "flash_attn", "torch_flex", "torchao")  # first letters of other packages' providers
 
 
 def peers(rows: list[dict[str, str]]) -> str:
@@ -34,19 +34,18 @@ def peer_models(rows: list[dict[str, str]]) -> str:
 
 
 def _of_runs(rows: list[dict[str, str]], cases: tuple[str, ...], what: str, without: str, ways: list) -> str:
-    """Return a table of each case's newest run with another package.
+    """Return a table of each case's newest run with each of the other packages.
 
     ways: (provider, recipe) of stock and of ours, the first columns.
     """
     lines, columns = [], list(ways)
     for case in cases:
         timed = [row for row in rows if row["case"] == case]
-        runs = [row["commit"] for row in timed if row["provider"].startswith(OTHERS)]
-        if not runs:
-            continue
-        run = {(row["provider"], row["recipe"]): row for row in timed if row["commit"] == runs[-1]}
-        columns += [key for key in run if key not in columns and key[0].startswith(OTHERS)]
-        lines.append((case, runs[-1], run))
+        newest = {row["provider"]: row["commit"] for row in timed if row["provider"].startswith(OTHERS)}
+        for commit in dict.fromkeys(row["commit"] for row in timed if row["commit"] in newest.values()):
+            run = {(row["provider"], row["recipe"]): row for row in timed if row["commit"] == commit}
+            columns += [key for key in run if key not in columns and key[0].startswith(OTHERS)]
+            lines.append((case, commit, run))
     if not lines:
         return f"No rows yet: {without}."
 

@@ -132,6 +132,23 @@ def run(provider: str, model: Any, ids: torch.Tensor, new: int) -> dict[str, Any
     return {"first": first, "times": (p20, median, p80), "tokens": out[:, ids.shape[1] :], "peak": peak}
 
 
+def save_rows(options: Any, name: str, shape: Any, provider: str, found: dict[str, Any], stock: float | None) -> None:
+    """Append the rows of one provider. shape: config of the model. stock: ms a token of the run's fastest stock."""
+    preset = f"preset_{provider}" if provider in ("fast", "small") else provider
+    shared = {
+        "suite": "generate", "case": name, "provider": "sage_kernels" if provider in OURS else provider,
+        "recipe": preset if provider in OURS else "", "batch": options.batch, "heads": shape.num_attention_heads,
+        "kv_heads": shape.num_key_value_heads, "seq_q": 1, "seq_k": int(name.split("_")[2].partition("/")[0]),
+        "head_dim": shape.head_dim, "causal": True,
+    }  # fmt: skip
+    p20, median, p80 = (f"{value:.4f}" for value in found["times"])
+    ratio = {} if stock is None else {"ratio_vs_cudnn": f"{stock / found['times'][1]:.3f}"}
+    append_row(options.csv, **shared, **ratio, metric="time", unit="ms", median=median, p20=p20, p80=p80)
+    append_row(options.csv, **shared, metric="first_call", unit="s", median=f"{found['first']:.2f}")
+    if found["peak"] is not None:
+        append_row(options.csv, **shared, metric="peak_memory", unit="GiB", median=f"{found['peak']:.3f}")
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--context", type=int, nargs="*", default=[4096], help="tokens of the prompt")
@@ -153,7 +170,8 @@ def main(arguments: list[str] | None = None) -> int:
     for context in options.context:
         ids = torch.randint(3, shape.vocab_size, (options.batch, context), device=device)
         name, found = f"llama8b_b{options.batch}_{context}{'/tiny' * options.tiny}", {}
-        for provider in options.providers:
+        unsaved, order = [], sorted(options.providers, key=PROVIDERS.index)  # stock first: ratios are to its fastest
+        for provider in order:
             try:
                 if model is None or provider not in USUAL:
                     model = None
@@ -170,20 +188,11 @@ def main(arguments: list[str] | None = None) -> int:
                 f"{name:28} {provider:24} {median:8.3f} ms a token, first call {first:6.2f} s, {peak} GiB", flush=True
             )
             torch.cuda.empty_cache() if device.type == "cuda" else None
-        stock = [x["times"][1] for provider, x in found.items() if provider.startswith("stock")]
-        for provider, x in found.items() if save else ():
-            ours = provider in OURS
-            shared = {"suite": "generate", "case": name, "provider": "sage_kernels" if ours else provider,
-                      "recipe": f"preset_{provider}" if provider in ("fast", "small") else provider if ours else "",
-                      "batch": options.batch, "heads": shape.num_attention_heads,
-                      "kv_heads": shape.num_key_value_heads, "seq_q": 1, "seq_k": context,
-                      "head_dim": shape.head_dim, "causal": True}  # fmt: skip
-            p20, median, p80 = (f"{value:.4f}" for value in x["times"])
-            ratio = {"ratio_vs_cudnn": f"{min(stock) / x['times'][1]:.3f}"} if stock else {}
-            append_row(options.csv, **shared, **ratio, metric="time", unit="ms", median=median, p20=p20, p80=p80)
-            append_row(options.csv, **shared, metric="first_call", unit="s", median=f"{x['first']:.2f}")
-            if x["peak"] is not None:
-                append_row(options.csv, **shared, metric="peak_memory", unit="GiB", median=f"{x['peak']:.3f}")
+            stock = [x["times"][1] for key, x in found.items() if key.startswith("stock")]
+            unsaved.append(provider)
+            if save and (not provider.startswith("stock") or provider == order[-1]):  # all of stock ran
+                while unsaved:
+                    save_rows(options, name, shape, unsaved[0], found[unsaved.pop(0)], min(stock, default=None))
     return int(failed > 0)
 
 

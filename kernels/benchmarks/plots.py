@@ -72,15 +72,19 @@ def picture_panels(rows: Rows) -> dict[tuple[str, str], Rows]:
 
 
 def draw_rivals(rows: Rows):
-    """Draw TFLOPS of ours and of other packages by shape, of the newest run with inputs that drift.
+    """Draw TFLOPS of ours and of other packages by shape, of the run of most packages with inputs that drift.
 
     Each bar names its provider and its error. Returns a Figure, or None without such a run.
     """
     rows = [r for r in rows if r["suite"] == "attention_fwd" and r["metric"] == "throughput"]
     rows = [r for r in rows if r["case"].endswith(f"/{DRIFT}")]
-    rows = newest([r for r in rows if r["commit"] == rows[-1]["commit"]]) if rows else []
-    if not rows:
+    packages = {
+        commit: {r["provider"] for r in rows if r["commit"] == commit} for commit in {r["commit"] for r in rows}
+    }
+    if not packages:
         return None
+    run = max((r["commit"] for r in reversed(rows)), key=lambda commit: len(packages[commit]))
+    rows = newest([r for r in rows if r["commit"] == run])
     names = list(dict.fromkeys(_provider(row) for row in rows))
     shapes = list(dict.fromkeys(row["case"] for row in rows))
     columns, most = min(4, len(shapes)), max(float(row["median"]) for row in rows)

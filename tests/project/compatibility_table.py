@@ -62,8 +62,8 @@ def page(rows: list[dict], outcomes: dict[str, dict]) -> str:
         "  [reason](reports.md).",
         "- **error**: before anything is computed; it names what was given and the way out.",
         "",
-        "Small models with random weights were run. An outcome is the worst of a row's tests; – is one that was not",
-        f"tried; one {OTHER} was found with kernels that are not these.",
+        "Small models with random weights were run. An outcome is the worst of a row's tests that ran; one",
+        f"{OTHER} was found with kernels that are not these. Where none ran on a GPU, the column says why.",
         "",
     ]
     for column in COLUMNS:
@@ -75,6 +75,7 @@ def page(rows: list[dict], outcomes: dict[str, dict]) -> str:
         shown_by = " ".join(row.get("shown_by") or [row["id"]])
         cells = [row["case"], state(row, outcomes), row["expected"], shown_by]
         cells += [outcome(row, outcomes[column]["cases"]) for column in COLUMNS]
+        cells[-1] = row.get("gpu", cells[-1]) if cells[-1] == "–" else cells[-1]
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"
 

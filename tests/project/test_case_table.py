@@ -36,7 +36,7 @@ def test_the_list_of_cases_is_well_formed():
     ids = [row["id"] for row in rows]
     assert len(ids) == len(set(ids)) >= 88
     for row in rows:
-        combined = {"state", "shown_by"} if row["id"].startswith("X") else set()
+        combined = {"state", "shown_by", "gpu"} if row["id"].startswith("X") else set()
         assert (
             {"id", "case", "expected", "tiers", "reason"}
             <= set(row)
