@@ -11,6 +11,7 @@ from torch import nn
 
 import sage_processors as sp
 from sage_processors.postponed.block import is_enclosed
+from sage_processors.postponed.enclosure import Enclosure
 from sage_processors.postponed.region import opened
 from sage_processors.postponed.tensor import Postponed
 from tests.linears.counting import relative_error
@@ -325,3 +326,24 @@ def test_a_copy_of_a_block_has_an_enclosure_of_its_own():
             assert block._sage.enclosure.modules[0] is block
             assert block.__class__ is type(block)._sage_base and block.__class__.__name__ == "LlamaDecoderLayer"
     assert not any("_sage" in m.__dict__ for m in model.modules())
+
+
+def test_nothing_waits_in_what_compiled_code_calls_behind_a_graph_break():
+    """Dynamo would compile our code there, and see what waits; it ended in an error of Dynamo's own."""
+    block, answers = nn.Sequential(nn.Linear(4, 4)), []
+    enclosures = Enclosure(), Enclosure()
+    assert enclosures[0].is_closed(block)
+
+    def ask():
+        answers.extend(enclosure.is_closed(block) for enclosure in enclosures)
+
+    asked = torch._dynamo.disable(ask, recursive=False)
+
+    @torch.compile(backend="eager")
+    def run(x):
+        y = x + 1
+        asked()
+        return y * 2
+
+    run(torch.ones(2))
+    assert answers == [False, False] and enclosures[0].is_closed(block)
