@@ -21,9 +21,14 @@ class Int8StaticLayer(Int8Layer):
     """Cache layer with room for max_cache_len tokens, allocated at the first update.
 
     Cache.early_initialization allocates it earlier.
+
+    Attributes:
+        lent: {name: tensor} to take in place of new buffers, if their shapes fit; None without. Decode graphs lend
+            those of a cache that is gone (generation/step_cache.py).
     """
 
     is_compileable = True
+    lent: dict[str, torch.Tensor] | None = None
     _how_to_restart = "make a new Int8KVCache: reset() keeps the buffers of a static one as they are"
 
     def __init__(self, max_cache_len: int, heads: frozenset = frozenset(), dims: frozenset = frozenset()):
@@ -205,6 +210,14 @@ class Int8StaticLayer(Int8Layer):
         Int8Layer.keys.fset(self, value)  # type: ignore[attr-defined]
 
     values = keys
+
+    def _allocate(self, capacity: int) -> None:
+        shape = (self.batch_size, self.num_heads, capacity, self.head_dim)
+        lent, self.lent = self.lent, None
+        if lent is None or (lent["k_codes"].shape, lent["k_codes"].device) != (shape, self.device):
+            super()._allocate(capacity)
+        else:
+            self.__dict__.update((name, lent[name]) for name in BUFFERS)
 
     def _initialize(self, key_states, value_states) -> None:
         super()._initialize(key_states, value_states)

@@ -91,6 +91,9 @@ class DecodeGraphs:
             return model._call_impl(*args, **kwargs)
         name = next((name for name, x in kwargs.items() if isinstance(x, Int8KVCache)), None)
         if name is None or new_tokens(args, kwargs) != 1:
+            if name is not None:
+                with self._lock:
+                    self.buffers.offer(kwargs[name])
             return model._call_impl(*args, **kwargs)
         with self._lock:
             self._thread.is_calling = True

@@ -94,6 +94,7 @@ class StepCache(Cache):
         slots = min((x["k_codes"].shape[2] for x, ring, _ in layers if not ring), default=0)
         self.padding = torch.ones(codes.shape[0], slots, dtype=torch.bool, device=codes.device)
         self._holders: list[Any] = []
+        self._promised: Any = None  # weak reference to the cache that was offered the buffers last
 
     def is_held_by(self, cache: Any) -> bool:
         """True if the cache's layers hold these buffers. Runs before every replay, so it is short."""
@@ -112,6 +113,26 @@ class StepCache(Cache):
             if layer is not None and any(getattr(layer, name) is x for name, x in own.tensors.items()):
                 return True
         return False
+
+    def is_free(self, cache: Any) -> bool:
+        """Return True if no other living cache than this one holds the buffers or was offered them."""
+        promised = None if self._promised is None else self._promised()
+        return not self.is_held() if promised is None else promised is cache
+
+    def offer(self, cache: Any) -> bool:
+        """Let the layers of an empty cache take the buffers for their own when they allocate. False if they can't."""
+        if len(cache.layers) != len(self.layers) or self.kind[1] != torch.is_inference_mode_enabled():
+            return False
+        for layer, own in zip(cache.layers, self.layers, strict=True):
+            if not isinstance(layer, Int8StaticLayer) or layer.is_initialized or layer.is_sliding != own.ring:
+                return False
+            if layer._first_capacity() != own.get_max_length():
+                return False
+        for layer, own in zip(cache.layers, self.layers, strict=True):
+            layer.lent = own.tensors
+        self._holders, self._promised = [weakref.ref(layer) for layer in cache.layers], weakref.ref(cache)
+        self.is_checked = False
+        return True
 
     def lend(self, cache: Any, seen: int) -> None:
         """Give the buffers to a cache with `seen` tokens. If it raises, the cache is unchanged."""
@@ -176,6 +197,12 @@ class Buffers:
     def __init__(self) -> None:
         self.sets: list[StepCache] = []
 
+    def offer(self, cache: Any) -> None:
+        """Let an empty static cache use the buffers of one that is gone, so that a prompt needs none beside them."""
+        for one in self.sets:
+            if one.is_free(cache) and one.offer(cache):
+                return
+
     def borrow(self, cache: Any) -> StepCache | None:
         """Return the set that a cache holds, or borrows now. None if all are lent to living caches.
 
@@ -187,9 +214,9 @@ class Buffers:
             self._used(held)
             return held
         kind = tuple(_kind(layer, seen) for layer in cache.layers), torch.is_inference_mode_enabled()
-        found = next((one for one in self.sets if one.kind == kind and not one.is_held()), None)
+        found = next((one for one in self.sets if one.kind == kind and one.is_free(cache)), None)
         if found is None:
-            free = [one for one in self.sets if not one.is_held() or one is held]
+            free = [one for one in self.sets if one.is_free(cache) or one is held]
             if len(self.sets) >= MOST_SETS:
                 if not free:
                     return None

@@ -16,6 +16,7 @@ import sage_processors as sp
 from sage_processors.language.generation import decode_graphs
 from sage_processors.language.generation.decode_graphs import DecodeGraphs
 from sage_processors.language.generation.step_cache import MOST_SETS, StepCache, bucket
+from sage_processors.language.kv_layers import BUFFERS
 from sage_processors.reporting.event_counter import collected
 from tests.support import cpu_graphs
 from tests.support.tiny_language_models import MODELS, VOCABULARY
@@ -163,6 +164,58 @@ def test_caches_alive_at_once_never_share(graphs):
     assert len(made.buffers.sets) == MOST_SETS and made.eager["buffers"] == 2 * 8
     held = [layer.k_codes.data_ptr() for cache in caches for layer in cache.layers]
     assert len(set(held)) == len(held)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])  # with rings of sliding windows, too
+def test_a_prompt_goes_into_the_buffers_of_a_cache_that_is_gone(name, graphs):
+    """No second set of buffers beside the model's own, and nothing of what is in them is seen."""
+    model, made = graphs(name)
+    tokens(model, sp.Int8KVCache(model.config, ROOM))
+    (held,) = made.buffers.sets
+    captures = made.record.captures
+    for seed in (5, 6):
+        for own in held.layers:
+            for x in own.tensors.values():
+                x.fill_(99)
+        cache, ids = sp.Int8KVCache(model.config, ROOM), ids_of(length=90 - seed, seed=seed)
+        with torch.no_grad():
+            model(ids, past_key_values=cache, use_cache=True)
+        for i, own in enumerate(held.layers):
+            assert all(getattr(cache.layers[i], each) is own.tensors[each] for each in BUFFERS)
+        cache.reset()
+        text = tokens(model, cache, ids)
+        assert torch.equal(text, eager(name, ROOM, ids=ids))
+        del cache
+    assert made.buffers.sets == [held] and made.record.captures == captures and made.replays
+
+
+def test_two_new_caches_do_not_take_the_same_buffers(graphs):
+    model, made = graphs()
+    tokens(model, sp.Int8KVCache(model.config, ROOM))
+    caches = [sp.Int8KVCache(model.config, ROOM) for _ in range(2)]
+    ids = [ids_of(seed=seed) for seed in (7, 8)]
+    for cache in caches:  # as two threads may, before either has allocated
+        made.buffers.offer(cache)
+    assert caches[0].layers[0].lent is not None and caches[1].layers[0].lent is None
+    with torch.no_grad():
+        for cache, one in zip(caches, ids, strict=True):
+            model(one, past_key_values=cache, use_cache=True)
+    held = [layer.k_codes.data_ptr() for cache in caches for layer in cache.layers]
+    assert len(set(held)) == len(held)
+    for cache, one in zip(caches, ids, strict=True):
+        cache.reset()
+        assert torch.equal(tokens(model, cache, one), eager("llama", ROOM, ids=one))
+
+
+def test_a_cache_of_another_batch_takes_buffers_of_its_own(graphs):
+    model, made = graphs()
+    tokens(model, sp.Int8KVCache(model.config, ROOM))
+    (held,) = made.buffers.sets
+    before = held.layers[0].tensors["k_codes"].clone()
+    ids = ids_of(3)
+    assert torch.equal(tokens(model, sp.Int8KVCache(model.config, ROOM), ids), eager("llama", ROOM, ids=ids))
+    assert torch.equal(held.layers[0].tensors["k_codes"], before) and len(made.buffers.sets) == 2
+    assert held.is_free(None)
 
 
 def test_a_copy_of_a_cache_and_what_a_dead_one_gave_out_are_left_alone(graphs):
