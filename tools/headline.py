@@ -159,18 +159,19 @@ def line_of(figure: Figure, rows: list[dict[str, str]]) -> tuple[str, ...] | Non
     return figure.what, figure.number(own), cell(figure.same_way), cell(fastest)
 
 
-def _real(rows: list[dict[str, str]]) -> str:
-    """Return each real model's distance to fp32 over bf16's own, of the worst kind of text."""
-    said: dict[str, list[str]] = {"attention": [], "all": []}
+def _real(rows: list[dict[str, str]], part: str) -> str:
+    """Return each real model's distance to fp32 over bf16's own, of the worst kind of text.
+
+    part: "attention", or "all" with linear layers and caches.
+    """
+    said = []
     for model, (name, attention) in REAL.items():
-        for part, recipe in (("attention", attention), ("all", f"{DEFAULT_RECIPE}/all")):
-            own = [row for row in rows if row["case"].partition("/")[0] == model and row["recipe"] == recipe]
-            newest = {row["case"]: float(row["median"]) for row in own}  # the last of a case stays
-            if newest:
-                said[part].append(f"{max(newest.values()):.2f} ({name})")
-    words = [f"real models with INT8 attention alone, distance to fp32 over bf16's: {', '.join(said['attention'])}; "]
-    words += [f"with INT8 layers and caches too: {', '.join(said['all'])}; "] if said["all"] else []
-    return "".join(words) if said["attention"] else ""
+        recipe = attention if part == "attention" else f"{DEFAULT_RECIPE}/all"
+        own = [row for row in rows if row["case"].partition("/")[0] == model and row["recipe"] == recipe]
+        newest = {row["case"]: float(row["median"]) for row in own}  # the last of a case stays
+        if newest:
+            said.append(f"{max(newest.values()):.2f} ({name})")
+    return ", ".join(said)
 
 
 def _quality(rows: list[dict[str, str]]) -> str:
@@ -183,4 +184,9 @@ def _quality(rows: list[dict[str, str]]) -> str:
             said.append(f"{float(newest['median']):.1f} dB ({name}, {most} pictures)")
     if not said:
         return ""
-    return f"{_real(rows)}small pipelines of our own, PSNR to stock: {', '.join(said)}; no large checkpoint is rated"
+    attention, everything = _real(rows, "attention"), _real(rows, "all")
+    words = "of INT8 attention alone: "
+    words += f"distance of real models to fp32 over bf16's: {attention}; " if attention else ""
+    words += f"PSNR to stock of small pipelines of our own: {', '.join(said)}; "
+    words += f"with INT8 layers and caches that distance is {everything}; " if everything else ""
+    return f"{words}no large checkpoint is rated"

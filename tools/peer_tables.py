@@ -52,7 +52,10 @@ def _of_runs(rows: list[dict[str, str]], cases: tuple[str, ...], what: str, with
     def cell(row: dict[str, str] | None) -> str:
         if row is None:
             return "–"
-        return row["median"] + (f" ({float(row['rel_l2_error']):.1%})" if row["rel_l2_error"] else "")
+        error = float(row["rel_l2_error"] or 0)
+        if row["rel_l2_error"] and not error:
+            return f"{row['median']} (all in 16 bit)"  # stock's bits
+        return row["median"] + (f" ({error:.1%})" if error else "")
 
     columns = [key for key in columns if any(key in run for *_, run in lines)]
     body = [[case, commit, *(cell(run.get(key)) for key in columns)] for case, commit, run in lines]

@@ -80,13 +80,14 @@ def test_quality_is_of_the_most_pictures_and_the_worst_kind_of_text(tmp_path):
     drawn = {"suite": "quality", "case": "tiny_sd/timestep", "provider": "sage_kernels", "recipe": DEFAULT_RECIPE}
     for pictures, value in ((256, 48.0), (256, 49.26), (32, 60.0)):
         append_row(path, **drawn, gpu="H200", metric="psnr_db_mean", unit="dB", batch=pictures, median=value)
-    assert "- **Quality**: small pipelines of our own, PSNR to stock: 49.3 dB (tiny_sd, 256 pictures);" in (
-        figures_markdown(read_rows(path))
+    said = (
+        "- **Quality**: of INT8 attention alone: PSNR to stock of small pipelines of our own: 49.3 dB (tiny_sd, 256 "
     )
+    assert f"{said}pictures);" in figures_markdown(read_rows(path))
     real = {"suite": "real_language", "provider": "sage_kernels", "recipe": f"{DEFAULT_RECIPE}/rotated"}
     for kind, value in (("reference", 0.2), ("code", 0.9), ("code", 0.3)):
         append_row(path, **real, gpu="cpu", case=f"smollm2/{kind}", metric="kl_over_bf16", unit="1", median=value)
-    assert "bf16's: 0.30 (SmolLM2); small" in figures_markdown(read_rows(path))
+    assert "bf16's: 0.30 (SmolLM2); PSNR" in figures_markdown(read_rows(path))
 
 
 def test_Q41_a_model_without_int8_calls_has_no_ratio_of_ours(tmp_path):
