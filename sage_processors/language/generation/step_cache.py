@@ -199,6 +199,8 @@ class Buffers:
 
     def offer(self, cache: Any) -> None:
         """Let an empty static cache use the buffers of one that is gone, so that a prompt needs none beside them."""
+        if cache.offloading or cache._has_cross_attention:  # never decodes from graphs
+            return
         for one in self.sets:
             if one.is_free(cache) and one.offer(cache):
                 return
