@@ -45,7 +45,7 @@ MODES = {
     "uncalibrated": "INT8 layers by their weights alone",
     "linears": "rotated, INT8 layers",
     "all": "rotated, INT8 layers and cache",
-    "all_but_kv": "the same, k_proj and v_proj in 16 bit",
+    "all_but_kv": "rotated, INT8 cache and layers but k_proj, v_proj",
 }
 
 
