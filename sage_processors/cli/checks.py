@@ -69,6 +69,16 @@ def _picture_format(path: Path) -> str | None:
     return kind if kind in Image.SAVE else None
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return True for a GPU's or a CPU's allocator, or Python, without memory."""
+    import torch
+
+    words = ("can't allocate memory", "not enough memory", "out of memory")  # a CPU's allocator has no type of its own
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
+        isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+    )
+
+
 @contextmanager
 def refusing(name: str, option: str | None = None) -> Iterator[None]:
     """Turn any error while the model `name` is loaded into typer.BadParameter, a message of one line.

@@ -38,7 +38,8 @@ class Looked:
     """A model that was looked at without its weights.
 
     Attributes: kind. skeleton: a transformers model without weights, None for a pipeline. steps: a pipeline's own
-        number of steps. most_steps: those that its scheduler was trained with, if it says so.
+        number of steps. most_steps: those that its scheduler was trained with, if it says so. most_frames: those that
+        its denoiser knows positions for, if it says so.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Looked:
     skeleton: Any = None
     steps: int = 0
     most_steps: int | None = None
+    most_frames: int | None = None
 
     @property
     def room(self) -> int | None:
@@ -97,11 +99,20 @@ def _pipeline(name: str) -> Looked:
                 f"{name} is a {index['_class_name']}, expected a pipeline that draws from a prompt alone",
                 param_hint="MODEL",
             )
-        scheduler = getattr(diffusers, (index.get("scheduler") or [None, ""])[1] or "", None)
-        config = {} if scheduler is None else scheduler.load_config(source, subfolder="scheduler")
+        config = _config_of(diffusers, index, source, "scheduler")
+        positions = _config_of(diffusers, index, source, "transformer").get("rope_max_seq_len")
+        a_position = _config_of(diffusers, index, source, "vae").get("scale_factor_temporal")
     kind = CLIP if "num_frames" in known else PICTURE
     own: Any = known["num_inference_steps"].default
-    return Looked(name, kind, None, own, config.get("num_train_timesteps"))
+    most_frames = (positions - 1) * a_position + 1 if kind == CLIP and positions and a_position else None
+    return Looked(name, kind, None, own, config.get("num_train_timesteps"), most_frames)
+
+
+def _config_of(diffusers: Any, index: dict[str, Any], source: str, part: str) -> dict[str, Any]:
+    """Return the config of a pipeline's part; {} if it has none."""
+    kind = getattr(diffusers, (index.get(part) or [None, ""])[1] or "", None)
+    found: dict[str, Any] = {} if kind is None else kind.load_config(source, subfolder=part)
+    return found
 
 
 def check_options(context: typer.Context, looked: Looked, recipe: str) -> None:
@@ -116,12 +127,13 @@ def check_options(context: typer.Context, looked: Looked, recipe: str) -> None:
             )
     if looked.kind in READS:
         check_names("--recipe", [recipe], [*loading.RECIPES.split(", "), IN_16_BIT])
-    steps = context.params.get("steps")
-    if steps is not None and looked.most_steps is not None and steps > looked.most_steps:
-        raise typer.BadParameter(
-            f"got {steps}, expected at most {looked.most_steps}, the steps that its scheduler was trained with",
-            param_hint="--steps",
-        )
+    for name, most, why in (
+        ("steps", looked.most_steps, "the steps that its scheduler was trained with"),
+        ("frames", looked.most_frames, "those that its denoiser knows positions for"),
+    ):
+        given = context.params.get(name)
+        if given is not None and most is not None and given > most:
+            raise typer.BadParameter(f"got {given}, expected at most {most}, {why}", param_hint=f"--{name}")
 
 
 def fitting(looked: Looked, option: str, given: int | None, usual: int, more: int = 0) -> int:

@@ -143,6 +143,8 @@ def torch_device(device: str) -> torch.device:
         torch.empty(0, dtype=torch.float32, device=chosen)
     except (RuntimeError, AssertionError) as error:  # torch built without CUDA asserts
         raise typer.BadParameter(f"{device}: {str(error).splitlines()[0]}", param_hint="--device") from error
+    if chosen.type == "meta":
+        raise typer.BadParameter("meta: it holds no numbers, expected one such as cpu or cuda", param_hint="--device")
     return chosen
 
 

@@ -192,10 +192,10 @@ def rate(
     check_csv(csv)
     check_folder(output, "--output", ("rating.json", "index.html"), ("pictures",))
     config = _config(model, preset, recipe, linears, policy)
-    looked = look_at(model)
-    check_options(ctx, looked, config.recipe)
     config = replace(config, linears=replace(config.linears, drop_weights=False))  # later batches of stock need them
     with answer(as_json) as found, _resumable(output):
+        looked = look_at(model)
+        check_options(ctx, looked, config.recipe)
         bar = functools.partial(steps_bar, Path(model).name)
         if looked.kind in DRAWN:
             pairs = _pairs(model, prompts and from_file(prompts, images), images or 32, category, built_in)

@@ -6,11 +6,13 @@ import json
 import shutil
 
 import pytest
+import torch
 import transformers
 from typer.testing import CliRunner
 
 import sage_processors as sp
 from sage_processors.calibration.policy_files import write_policy
+from sage_processors.cli import loading
 from sage_processors.cli import main as cli
 from tests.cli.test_language_models import folder_of
 from tests.support.repository import fresh
@@ -90,6 +92,8 @@ def test_a_model_that_is_not_there(command, tmp_path, monkeypatch):
         (["time", "nosuch"], "the embedded ones are tiny_flux, tiny_sd, tiny_wan, tiny_lm"),
         (["report", "nosuch"], "the embedded ones are tiny_flux, tiny_sd, tiny_wan, tiny_lm"),
         (["demo", "--device", "abacus"], "abacus"),
+        (["time", "tiny_sd", "--device", "meta"], "--device: meta: it holds no numbers, expected one such as cpu"),
+        (["time", "tiny_wan", "--frames", "256"], "--frames: got 256, expected at most 255, those that its denoiser"),
         (["demo", "--what"], "No such option"),
         (["demonstrate"], "No such command"),
         (["report"], "Missing argument"),
@@ -166,6 +170,64 @@ def test_what_is_in_a_ratings_folder_in_place_of_its_files(name, tmp_path):
     made.write_text("") if name == "pictures" else made.mkdir()
     assert name in said("rate", "tiny_flux", "--output", tmp_path)
     assert sorted(x.name for x in tmp_path.iterdir()) == [name]
+
+
+ALLOCATOR = (
+    "[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"
+)
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (RuntimeError(ALLOCATOR), "out of memory, tried to allocate 9 bytes: choose a smaller --height or --width"),
+        (
+            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB."),
+            "tried to allocate 2.50 GiB: choo",
+        ),
+        (MemoryError(), "out of memory: choose a smaller --height or --width or --frames or --batch or --images"),
+    ],
+    ids=["cpu", "gpu", "python"],
+)
+def test_out_of_memory_names_what_to_make_smaller(error, words, tmp_path, monkeypatch):
+    monkeypatch.setattr(loading, "load_pipeline", lambda *_: (_ for _ in ()).throw(error))
+    assert words in said("rate", "tiny_sd", "--output", tmp_path / "r")
+
+
+def test_other_errors_of_torch_are_shown_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr(loading, "load_pipeline", lambda *_: torch.zeros(2).view(3))
+    done = CliRunner().invoke(cli.app, ["rate", "tiny_sd", "--output", str(tmp_path / "r")])
+    assert isinstance(done.exception, RuntimeError) and "shape" in str(done.exception)
+
+
+@pytest.mark.parametrize(
+    ("command", "words"), [("time", "no result was written"), ("rate", "the same command goes on")]
+)
+@pytest.mark.parametrize("place", ["load_language_skeleton", "load_pipeline"])
+def test_control_c_ends_in_one_line(command, words, place, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(loading, place, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    done = CliRunner(env={"HF_HUB_OFFLINE": "1"}).invoke(cli.app, [command, "tiny_sd"])
+    assert done.exit_code == 130 and done.stderr.startswith("Interrupted: ") and words in done.stderr
+    assert done.stderr.count("\n") == 1 and list(tmp_path.iterdir()) == []
+
+
+def test_control_c_during_imports_ends_in_one_line():
+    code = """
+        import builtins
+        from sage_processors.cli import run
+        sys.stderr, real = sys.stdout, builtins.__import__
+        def stopped(name, *more):
+            if name == "typer":
+                raise KeyboardInterrupt
+            return real(name, *more)
+        builtins.__import__ = stopped
+        try:
+            run()
+        except SystemExit as stop:
+            print(stop.code)
+        """
+    assert fresh(code) == "Interrupted: nothing was written.\n130\n"
 
 
 def test_a_missing_package_of_the_command_line():
