@@ -11,6 +11,7 @@ from typing import Any
 import typer
 
 from ..option_groups import IN_16_BIT
+from ..options import SageAttnProcessor
 from ..unsupported import UnsupportedAttentionError
 from . import loading
 from .checks import check_names, refusing
@@ -115,7 +116,7 @@ def _config_of(diffusers: Any, index: dict[str, Any], source: str, part: str) ->
     return found
 
 
-def check_options(context: typer.Context, looked: Looked, recipe: str) -> None:
+def check_options(context: typer.Context, looked: Looked, config: SageAttnProcessor) -> None:
     """Raise typer.BadParameter for an option that was given but means nothing for this kind of model."""
     for name, kinds in KINDS.items():
         source = context.get_parameter_source(name)
@@ -126,7 +127,9 @@ def check_options(context: typer.Context, looked: Looked, recipe: str) -> None:
                 param_hint=f"--{name.replace('_', '-')}",
             )
     if looked.kind in READS:
-        check_names("--recipe", [recipe], [*loading.RECIPES.split(", "), IN_16_BIT])
+        check_names("--recipe", [config.recipe], [*loading.RECIPES.split(", "), IN_16_BIT])
+    if looked.kind != TEXT and context.params.get("recipe") == IN_16_BIT:  # a language model's cache is in 8 bit
+        _refuse_all_in_16_bit(looked, config)
     for name, most, why in (
         ("steps", looked.most_steps, "the steps that its scheduler was trained with"),
         ("frames", looked.most_frames, "those that its denoiser knows positions for"),
@@ -134,6 +137,22 @@ def check_options(context: typer.Context, looked: Looked, recipe: str) -> None:
         given = context.params.get(name)
         if given is not None and most is not None and given > most:
             raise typer.BadParameter(f"got {given}, expected at most {most}, {why}", param_hint=f"--{name}")
+
+
+def _refuse_all_in_16_bit(looked: Looked, config: SageAttnProcessor) -> None:
+    """Raise typer.BadParameter if no linear layer of a model would run in 8 bit."""
+    from ..diffusion.host.discovery import denoisers
+    from ..linears.weights.layers import choose
+
+    parts = denoisers(loading.load_skeleton(looked.name)).values() if looked.kind in DRAWN else [looked.skeleton]
+    own = config.linears
+    given: dict[str, Any] = {"min_features": own.min_features, "drop_weights": own.drop_weights}
+    if all(layer.format == "none" for part in parts for layer in choose(part, label=str, linears=own.format, **given)):
+        raise typer.BadParameter(
+            f"got {IN_16_BIT}, with which nothing of {looked.name} runs in 8 bit, as its linear layers are in 16 bit, "
+            f"too; expected one of {loading.RECIPES}",
+            param_hint="--recipe",
+        )
 
 
 def fitting(looked: Looked, option: str, given: int | None, usual: int, more: int = 0) -> int:

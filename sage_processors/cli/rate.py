@@ -95,7 +95,7 @@ def time_model(
 
     config = _config(model, preset, recipe, linears, policy)
     looked = look_at(model)
-    check_options(ctx, looked, config.recipe)
+    check_options(ctx, looked, config)
     kind, more = looked.kind, timing.FEW + timed
     if kind in DRAWN:
         steps, arguments = steps or looked.steps, _size(looked, height, width, frames)
@@ -195,7 +195,7 @@ def rate(
     config = replace(config, linears=replace(config.linears, drop_weights=False))  # later batches of stock need them
     with answer(as_json) as found, _resumable(output):
         looked = look_at(model)
-        check_options(ctx, looked, config.recipe)
+        check_options(ctx, looked, config)
         bar = functools.partial(steps_bar, Path(model).name)
         if looked.kind in DRAWN:
             pairs = _pairs(model, prompts and from_file(prompts, images), images or 32, category, built_in)

@@ -85,6 +85,8 @@ def test_a_model_that_is_not_there(command, tmp_path, monkeypatch):
         ),
         (["rate", "tiny_lm", "--windows", "100000"], "count: got 100000, expected 1 to"),
         (["time", "tiny_lm", "--recipe", "mixed"], "--recipe: mixed: expected one of qk_int8_pv_bf16"),
+        (["rate", "tiny_sd", "--recipe", "16bit"], "--recipe: got 16bit, with which nothing of tiny_sd runs in 8 bit"),
+        (["time", "tiny_wan", "--recipe", "16bit", "--linears", "none"], "--recipe: got 16bit, with which nothing of"),
         (["rate", "tiny_lm", "--recipe", "int1"], "recipe: got 'int1', expected one of"),
         (["demo", "tiny_lm"], "tiny_lm is a language model, expected a pipeline; the embedded ones are tiny_flux"),
         (["calibrate", "tiny_lm", "--target-psnr", "40"], "tiny_lm is a language model, expected a pipeline"),

@@ -22,6 +22,7 @@ from sage_processors.cli import random_weights, rate
 from sage_processors.evaluation import quality
 from sage_processors.evaluation.protocol import rating, rating_page, scores, timing
 from sage_processors.evaluation.protocol.prompts import PROMPTS, built_in, from_file
+from sage_processors.reporting import layer_report
 
 
 SMALL = ["--steps", "1", "--batch", "1", "--device", "cpu", "--json"]
@@ -269,6 +270,37 @@ def test_yes_or_no_for_this_gpu(ours, calls, words, monkeypatch):
     assert timing.verdict(times, timing.Calls(*calls), torch.device("cuda"), "picture").startswith(words)
     on_cpu = timing.verdict(times, timing.Calls(*calls), torch.device("cpu"), "picture")
     assert on_cpu.startswith("No GPU" if calls[0] or calls[2] else "No: nothing of this model ran in 8 bit on a CPU")
+
+
+@pytest.mark.parametrize(
+    ("calls", "words"),
+    [
+        (
+            (9, 3, 2, 0, 9),
+            "no attention call and 100% of linear layers' calls ran in 8 bit: of attention, the cache al",
+        ),
+        ((9, 3, 2, 0, 8), "75% of attention calls and 100% of linear layers' calls ran in 8 bit"),
+        ((9, 3, 0, 2, 0, "linear layers: short 2"), "no linear layer ran in 8 bit (linear layers: short 2)"),
+        ((9, 3, 1, 1, 0, "linear layers: short 2"), "50% of linear layers' calls ran in 8 bit"),
+    ],
+)
+def test_what_ran_in_words(calls, words):
+    said = timing.Calls(*calls).in_words()
+    assert words in said and ("alone" in said) == (calls[4] == 9) and ("short" in said) == ("no linear" in said)
+    twice = timing.Calls.total([(1, 1, 1, 1), calls])
+    assert twice[:5] == tuple(x + y for x, y in zip(calls, (1, 1, 1, 1, 0), strict=False))
+    assert twice.why == timing.Calls(*calls).why
+
+
+def test_why_nothing_ran_comes_from_the_report():
+    layers = [{"layer": x, "status": x, "calls": 0, "fallbacks": {}} for x in ("small", "protected", "active")]
+    short = [{"layer": "a", "status": "active", "calls": 0, "fallbacks": {"short": 3}}]
+    linears = layer_report.LayerReport(layers)
+    assert timing.Calls.of(layer_report.LayerReport(short, linears=linears)).why == (
+        "attention: short 3; linear layers: 1 layer of too few features (min_features), 1 layer protected"
+    )
+    ran = [{"layer": "a", "status": "active", "calls": 2, "cache_calls": 1, "fallbacks": {"short": 3}}]
+    assert timing.Calls.of(layer_report.LayerReport(ran)) == (2, 3, 0, 0, 1, "")
 
 
 @pytest.mark.slow("several calls of each way")

@@ -133,6 +133,13 @@ def test_a_language_model_runs_the_preset_fast_unless_told_otherwise(
     assert losses == pytest.approx(text.losses.tolist(), abs=1e-6)  # of later batches, too
 
 
+def test_a_recipe_of_16_bit_leaves_the_cache_alone_in_8_bit(tmp_path):
+    small = ("--windows", 1, "--context", 32, "--new-tokens", 2, "--device", "cpu", "--output", tmp_path / "r")
+    said = " ".join(invoke("rate", "tiny_lm", "--recipe", "16bit", *small).split())
+    assert "no attention call and no linear layer ran in 8 bit: of attention, the cache alone is in 8 bit" in said
+    assert "(linear layers: 21 layers of too few features (min_features), 1 layer outside of the blocks)" in said
+
+
 def test_a_sentence_encoder_is_rated_by_its_embeddings(encoder, tmp_path, monkeypatch):
     found = invoke(
         "rate", encoder, "--windows", 3, "--batch", 2, "--device", "cpu", "--json", "--output", tmp_path / "r"

@@ -243,7 +243,7 @@ def averaged(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
                 values.setdefault(way, {}).setdefault(key, []).append(value)
     ours, floor = values[OURS], values[FLOOR]
     apart = {key: list(metrics.paired_interval(ours[key], floor[key])) for key in ours if key in floor}
-    calls = Calls(*(sum(numbers) for numbers in zip(*(row["calls"] for row in rows), strict=True)))
+    calls = Calls.total(row["calls"] for row in rows)
     return {
         "means": {way: {key: list(metrics.mean_interval(x)) for key, x in own.items()} for way, own in values.items()},
         "ours_minus_floor": apart,
@@ -259,7 +259,7 @@ def ran(summary: dict[str, Any]) -> Calls:
 def _verdict(count: int, summary: dict[str, Any]) -> str:
     """Return the rating in one sentence."""
     if not ran(summary).ran:
-        return f"Not rated: {NOTHING_RAN}."
+        return f"Not rated: {NOTHING_RAN}{ran(summary).reason}."
     means, worst = summary["means"], summary["worst_psnr_db"]
     ours, floor = (means[way]["psnr_db"][0] for way in (OURS, FLOOR))
     apart = metrics.Interval(*summary["ours_minus_floor"]["psnr_db"])
