@@ -17,7 +17,7 @@ from ..option_groups import IN_16_BIT, LINEARS
 from ..options import SageAttnProcessor
 from ..presets import heading
 from . import loading
-from .checks import check_csv, check_folder, check_names, float32_settings_kept, refusing
+from .checks import check_csv, check_folder, check_names, float32_settings_kept, folder_named, refusing
 from .kinds import DRAWN, EMBEDDING, TEXT, Looked, check_options, fitting, look_at
 from .loading import (
     DTYPES,
@@ -165,7 +165,12 @@ def rate(
     ] = 64,
     chat: Annotated[bool, typer.Option("--chat", help="Dialogues in the model's own chat template.")] = False,
     output: Annotated[
-        Path, typer.Option(help="A folder for the page and its data. A later call goes on from it.")
+        Path,
+        typer.Option(
+            help="A folder for the page and its data. A later call goes on from it.",
+            parser=folder_named,
+            metavar="FOLDER",
+        ),
     ] = Path("sage_rating"),
     preset: PresetOption = "fast",
     recipe: OwnRecipeOption = None,
@@ -180,7 +185,7 @@ def rate(
 
     The noise floor is stock with another exact kernel. Differences are paired, with 95 % intervals.
     """
-    from ..evaluation.protocol import rating, rating_language, rating_page
+    from ..evaluation.protocol import kept, rating, rating_language, rating_page
     from ..evaluation.protocol.prompts import PROMPTS, built_in, from_file
 
     check_names("--reference", [reference], rating.REFERENCES)
@@ -220,7 +225,7 @@ def rate(
             else:
                 rating.append_rows(csv, name, state, config.recipe)
             state["csv"] = [*state.get("csv", ()), str(csv.resolve())]
-            rating.write_state(state, output)
+            kept.write_state(state, output)
         page = output / "index.html"
         rating_page.write_page(state, page)
         found |= {"page": str(page.resolve()), "verdict": state["verdict"], **state["summary"]}

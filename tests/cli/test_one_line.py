@@ -62,7 +62,8 @@ def test_a_model_that_is_not_there(command, tmp_path, monkeypatch):
         (["calibrate", "tiny_flux", "--target-psnr", "40", "--scaling", "x"], "--scaling: x: expected"),
         (["calibrate"], "such as --target-psnr 40"),
         (["time", "tiny_flux", "--preset", "faster"], "faster"),
-        (["rate", "tiny_flux", "--output", "no/where"], "expected a folder"),
+        (["rate", "tiny_flux", "--output", "no/where"], "--output: got no/where, but folder no does not exist; make"),
+        (["rate", "tiny_flux", "--output", ""], "'--output': got an empty name, expected a folder's"),
         (["rate", "tiny_flux", "--reference", "x"], "--reference: x: expected one of stock, float32"),
         (["demo", "--images", "100000000"], "--images"),
         (["rate", "tiny_flux", "--clip", "nosuch"], "--clip: nosuch: expected a folder with a CLIP model"),
@@ -230,6 +231,14 @@ def test_control_c_during_imports_ends_in_one_line():
             print(stop.code)
         """
     assert fresh(code) == "Interrupted: nothing was written.\n130\n"
+
+
+@pytest.mark.parametrize("name", ["index.html", "pictures"])
+def test_a_folder_with_somebody_elses_files_is_left_alone(name, tmp_path):
+    made = tmp_path / name
+    made.write_text("mine") if name == "index.html" else made.mkdir()
+    assert f"has {name} but no rating.json" in said("rate", "tiny_flux", "--output", tmp_path)
+    assert sorted(x.name for x in tmp_path.iterdir()) == [name]
 
 
 def test_a_missing_package_of_the_command_line():

@@ -76,11 +76,17 @@ def test_rate_draws_measures_and_writes_a_page(tmp_path):
     invoke(*again)
     assert len(list(read_rows(tmp_path / "r.csv"))) == number
     said = invoke("rate", "tiny_flux", "--images", 3, *SMALL, "--output", tmp_path / "r", code=2)
-    assert "holds a rating with another prompts, seeds" in said
-    for key, word in (("version", "0.0.0"), ("gpu", "another"), ("clip", "a model")):
+    assert "holds a rating with other settings than those asked for (prompts, seeds)" in said
+    picture, other = (tmp_path / "r" / state["rows"][i]["pictures"]["int8"] for i in (0, 1))
+    before, kept = picture.read_bytes(), other.stat().st_mtime_ns
+    picture.unlink()
+    invoke(*again)  # draws it again, and no other
+    assert picture.read_bytes() == before and other.stat().st_mtime_ns == kept
+    assert json.loads((tmp_path / "r" / "rating.json").read_text())["rows"] == state["rows"]
+    for key, word in (("version", "0.0.0"), ("gpu", "another"), ("clip", "a model"), ("torch", "1"), ("kernels", "")):
         changed = state | {"settings": state["settings"] | {key: word}}
         (tmp_path / "r" / "rating.json").write_text(json.dumps(changed))
-        assert f"holds a rating with another {key}:" in invoke(*again, code=2)
+        assert f"holds a rating with other settings than those asked for ({key}):" in invoke(*again, code=2)
 
 
 @pytest.mark.slow("draws twice; the first test rates in one go")
@@ -104,6 +110,17 @@ def test_rate_goes_on_where_it_was_interrupted(tmp_path, monkeypatch):
     invoke(*words)
     rows = json.loads((tmp_path / "r" / "rating.json").read_text())["rows"]
     assert bars == [(6, 3)] and len(calls) == 8 and rows[:1] == first and len(rows) == 2
+
+
+def test_rate_goes_on_where_it_was_interrupted_in_its_first_picture(tmp_path, monkeypatch):
+    def stopped(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(quality, "generate", stopped)
+    for _ in range(2):  # the second is not refused
+        said = invoke("rate", "tiny_flux", "--images", 2, *SMALL, "--output", tmp_path / "r", code=130)
+        assert "Interrupted: the same command goes on" in said
+    assert json.loads((tmp_path / "r" / "rating.json").read_text())["rows"] == []
 
 
 @pytest.mark.slow("draws in two dtypes")

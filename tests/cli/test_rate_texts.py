@@ -106,7 +106,9 @@ def test_a_language_models_rating_takes_short_texts_and_no_other_ratings_place(t
     small = ("--context", 4, "--windows", 1, "--new-tokens", 1, "--output", tmp_path / "lm")
     invoke("rate", "tiny_lm", *small)
     before = (tmp_path / "lm" / "rating.json").read_bytes()
-    assert "another windows" in " ".join(invoke("rate", "tiny_lm", *small, "--windows", 2, code=2).split())
+    assert "than those asked for (windows)" in " ".join(
+        invoke("rate", "tiny_lm", *small, "--windows", 2, code=2).split()
+    )
     assert (tmp_path / "lm" / "rating.json").read_bytes() == before
 
 

@@ -13,25 +13,17 @@ import torch
 from ...options import SageAttnProcessor
 from ...reporting.layer_report import NOTHING_RAN
 from .. import language
-from .rating import (
-    FLOOR,
-    OURS,
-    REFERENCE,
-    STOCK,
-    Progress,
-    Tick,
-    another_kernel,
-    averaged,
-    go_on,
-    own_settings,
-    ran,
-    started,
-    unseen,
-)
+from .kept import FLOOR, OURS, REFERENCE, STOCK, own_settings, started
+from .rating import Progress, Tick, another_kernel, averaged, go_on, ran, unseen
 from .timing import Calls
 
 
 CACHED = "int8, with an INT8 cache"
+COMPARED = ("loss", "kl", "identical", "same_tokens")
+REQUIRED = {  # {way: metrics} of every window's row
+    STOCK: ("loss", "kl"), REFERENCE: ("loss",), FLOOR: COMPARED, OURS: (*COMPARED, "kv_bytes"),
+    CACHED: ("loss", "identical", "same_tokens", "kv_bytes"),
+}  # fmt: skip
 CHUNK = 16  # tokens of a call that reads the INT8 cache
 CASES = {STOCK: "stock", REFERENCE: "stock_fp32", OURS: "prefill", CACHED: "prefill_kv"}  # of results.csv
 FIGURES: tuple[tuple[str, str, str, Callable[[list[float]], float]], ...] = (  # of rows, and of results.csv
@@ -69,10 +61,11 @@ def rate_texts(
         own = windows[part]
         rows = _texts(model, own, config, new_tokens) if writes else _embeddings(model, own, config)
         tick()
-        return rows
+        return [{"number": part.start + i, **row} for i, row in enumerate(rows)]
 
-    state, summarised = started(folder, settings) | {"notes": []}, _of_texts if writes else _of_embeddings
-    return go_on(state, folder, len(windows), batch, measure, summarised, progress, 1)
+    required = REQUIRED if writes else dict.fromkeys((STOCK, FLOOR, OURS), ("distance",))
+    state = started(folder, settings, [{}] * len(windows), required) | {"notes": []}
+    return go_on(state, folder, len(windows), batch, measure, _of_texts if writes else _of_embeddings, progress, 1)
 
 
 @torch.no_grad()

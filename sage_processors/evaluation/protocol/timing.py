@@ -60,17 +60,18 @@ class Calls(NamedTuple):
     @classmethod
     def of(cls, report: Any) -> Calls:
         linears = report.linears
-        others = (0, 0) if linears is None else (linears.ran, sum(linears.fallbacks.values()))
+        ran, others = (0, 0) if linears is None else (linears.ran, sum(linears.fallbacks.values()))
         cached = sum(row.get("cache_calls", 0) for row in report.rows)
         idle = {"attention": report, "linear layers": linears}
         said = [f"{what}: {reason}" for what, part in idle.items() if part and (reason := _why_idle(part))]
-        return cls(report.calls, sum(report.fallbacks.values()), *others, cached, "; ".join(said))
+        return cls(report.calls, sum(report.fallbacks.values()), ran, others, cached, "; ".join(said))
 
     @classmethod
     def total(cls, several: Iterable[Sequence[Any]]) -> Calls:
         """Return the sum of several, with the first reason."""
-        *numbers, reasons = zip(*(cls(*one) for one in several), strict=True)
-        return cls(*map(sum, numbers), next(filter(None, reasons), ""))
+        parts = [cls(*one) for one in several]
+        numbers = [sum(int(part[i]) for part in parts) for i in range(5)]
+        return cls._make([*numbers, next((part.why for part in parts if part.why), "")])
 
     @property
     def ran(self) -> bool:
