@@ -122,6 +122,8 @@ def refusing(name: str, option: str | None = None) -> Iterator[None]:
         raise
     except Exception as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        if reason.rstrip().endswith(":"):  # a list follows
+            reason = " ".join(str(error).split())
         raise typer.BadParameter(f"{name} could not be loaded: {reason}", param_hint=option) from error
     finally:
         for logger, level in zip(loggers, levels, strict=True):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -87,19 +86,30 @@ def _pipeline(name: str) -> Looked:
     source = loading.locate(name, with_texts=True)
     with refusing(name, "MODEL"):
         if Path(source).is_dir() and not (Path(source) / "model_index.json").is_file():
-            made = json.loads((Path(source) / "config.json").read_text(encoding="utf-8")).get("_class_name", "model")
+            made = loading.read_object(Path(source) / "config.json").get("_class_name")
+            if made is None:
+                raise ValueError("its config.json has no model_type, as of transformers, and no _class_name")
             raise typer.BadParameter(
                 f"{name} holds a {made} alone, expected a whole pipeline, a folder with a model_index.json",
                 param_hint="MODEL",
             )
+        if Path(source).is_dir():
+            loading.read_object(Path(source) / "model_index.json")
         index = diffusers.DiffusionPipeline.load_config(source)
-        known = inspect.signature(getattr(diffusers, index["_class_name"]).__call__).parameters
+        if "_class_name" not in index:
+            raise ValueError("its model_index.json has no _class_name, as pipelines of diffusers have")
+        made = getattr(diffusers, index["_class_name"])
+        known = inspect.signature(made.__call__).parameters
         wanted = {key for key, value in known.items() if value.default is value.empty} - {"self", "prompt", "kwargs"}
         if wanted or not {"prompt", "num_inference_steps"} <= known.keys():
             raise typer.BadParameter(
                 f"{name} is a {index['_class_name']}, expected a pipeline that draws from a prompt alone",
                 param_hint="MODEL",
             )
+        parts = inspect.signature(made.__init__).parameters.values()
+        lacking = [x.name for x in parts if x.default is x.empty and x.name not in {"self", "kwargs", *index}]
+        if lacking:
+            raise ValueError(f"its model_index.json lacks {', '.join(lacking)} of a {index['_class_name']}")
         config = _config_of(diffusers, index, source, "scheduler")
         positions = _config_of(diffusers, index, source, "transformer").get("rope_max_seq_len")
         a_position = _config_of(diffusers, index, source, "vae").get("scale_factor_temporal")

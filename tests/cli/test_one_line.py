@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 
+import huggingface_hub
 import pytest
 import torch
 import transformers
@@ -14,6 +15,7 @@ import sage_processors as sp
 from sage_processors.calibration.policy_files import write_policy
 from sage_processors.cli import loading
 from sage_processors.cli import main as cli
+from sage_processors.evaluation import language
 from tests.cli.test_language_models import folder_of
 from tests.support.repository import fresh
 
@@ -77,14 +79,13 @@ def test_a_model_that_is_not_there(command, tmp_path, monkeypatch):
         ),
         (
             ["time", "tiny_lm", "--new-tokens", "600"],
-            "--prompt-tokens: got 2 tokens and 600 new ones, expected at most 512",
+            "--new-tokens: got 2 tokens and 600 new ones, expected at most 512",
         ),
         (["rate", "tiny_lm", "--context", "600"], "--context: got 600 tokens, expected at most 512 together"),
         (
             ["rate", "tiny_lm", "--context", "400", "--new-tokens", "450"],
             "--new-tokens: got 100 tokens and 450 new ones",
         ),
-        (["rate", "tiny_lm", "--windows", "100000"], "count: got 100000, expected 1 to"),
         (["time", "tiny_lm", "--recipe", "mixed"], "--recipe: mixed: expected one of qk_int8_pv_bf16"),
         (["rate", "tiny_sd", "--recipe", "16bit"], "--recipe: got 16bit, with which nothing of tiny_sd runs in 8 bit"),
         (["time", "tiny_wan", "--recipe", "16bit", "--linears", "none"], "--recipe: got 16bit, with which nothing of"),
@@ -92,6 +93,17 @@ def test_a_model_that_is_not_there(command, tmp_path, monkeypatch):
         (["demo", "tiny_lm"], "tiny_lm is a language model, expected a pipeline; the embedded ones are tiny_flux"),
         (["calibrate", "tiny_lm", "--target-psnr", "40"], "tiny_lm is a language model, expected a pipeline"),
         (["warm-up", "tiny_lm"], "tiny_lm is a language model, expected a pipeline"),
+        (["rate", "tiny_lm", "--context", "4", "--windows", "100000"], "--windows: got 100000, expected 1 to"),
+        (["rate", "tiny_sd", "--height", "8"], "--height: got 8, expected at least 16: smaller pictures have no SSIM"),
+        (["rate", "tiny_flux", "--width", "15"], "--width: got 15, expected at least 16"),
+        (["time", "tiny_sd", "--policy", "no.json"], "--policy: got 'no.json', which does not exist"),
+        (["time", "tiny_sd", "--policy", "no.json", "--preset", "fast"], "--policy: it has options of its own; leave"),
+        (
+            ["rate", "tiny_sd", "--policy", "no.json", "--linears", "int8"],
+            "--policy: it has options of its own; leave",
+        ),
+        (["time", ""], "got an empty name, expected a model; the embedded ones are tiny_flux"),
+        (["demo", " "], "got an empty name, expected a pipeline; the embedded ones are tiny_flux"),
         (["time", "nosuch"], "the embedded ones are tiny_flux, tiny_sd, tiny_wan, tiny_lm"),
         (["report", "nosuch"], "the embedded ones are tiny_flux, tiny_sd, tiny_wan, tiny_lm"),
         (["demo", "--device", "abacus"], "abacus"),
@@ -122,6 +134,59 @@ def test_a_pipeline_of_a_class_that_is_not_known(tmp_path):
         json.dumps({"_class_name": "NoPipeline", "unet": ["diffusers", "NoUNet"]})
     )
     assert "could not be loaded" in said("report", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "words"),
+    [
+        ("config.json", [1], "its config.json has a list, expected a JSON object"),
+        ("config.json", {}, "its config.json has no model_type, as of transformers, and no _class_name"),
+        ("model_index.json", [1], "its model_index.json has a list, expected a JSON object"),
+        ("model_index.json", {}, "its model_index.json has no _class_name"),
+        (
+            "model_index.json",
+            {"_class_name": "FluxPipeline", "vae": ["diffusers", "AutoencoderKL"]},
+            "its model_index.json lacks scheduler, text_encoder, tokenizer, text_encoder_2, tokenizer_2, transformer",
+        ),
+    ],
+)
+@pytest.mark.parametrize("command", ["time", "rate"])
+def test_configs_that_say_nothing(command, file, content, words, tmp_path):
+    (tmp_path / file).write_text(json.dumps(content))
+    assert f"{tmp_path} could not be loaded: {words}" in said(command, tmp_path)
+
+
+def test_a_message_with_a_list_is_not_cut_off_before_it(tmp_path):
+    folder = shutil.copytree(language.EMBEDDED, tmp_path / "m", ignore=shutil.ignore_patterns("tokenizer*"))
+    assert "backend tokenizer from one of: (1) a `tokenizers` library serial" in said("rate", folder)
+
+
+def test_more_images_than_prompts(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "p.txt").write_text("a red circle\na star\n")
+    assert "--images: got 3, expected at most 2, the prompts" in said(
+        "rate", "tiny_sd", "--prompts", "p.txt", "--images", 3
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["p.txt"]
+
+
+def test_a_hub_that_cannot_be_reached(tmp_path, monkeypatch):
+    """It is asked once, and what is in the local cache is then used without it."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(loading, "HUB_SECONDS", 1)
+    words = said("time", "some/model")
+    assert "MODEL: some/model is not in the Hub's local cache, and http://127.0.0.1:9 can't be reached" in words
+    assert "time --random one of configs and tokenizers" in words
+    snapshot = tmp_path / "models--some--model" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("abc")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    assert loading.locate("some/model") == "some/model"
+    assert huggingface_hub.constants.HF_HUB_OFFLINE is True
 
 
 FOR_PICTURES = {"steps": 1, "height": 64, "width": 64, "frames": 5, "policy": "p.json"}

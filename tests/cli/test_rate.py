@@ -190,6 +190,17 @@ def row(ours: float, floor: float, calls=(3, 0, 0, 0)) -> dict:
     return {"metrics": {way: {"psnr_db": x, "ssim": 0.9} for way, x in each.items()}, "calls": list(calls)}
 
 
+def test_a_verdict_on_clips_speaks_of_clips_and_their_frames():
+    rows = [row(50 + i % 2, 50 + i % 3) for i in range(8)]
+    pictures = rating.summarise(rows)["verdict"]
+    for found in rows:
+        for way in found["metrics"].values():
+            way["flicker"] = 0.1
+    clips = rating.summarise(rows)["verdict"]
+    assert "pictures tell" in pictures and "frames" not in pictures
+    assert "picture" not in clips and "clips tell" in clips and "of 8 clips 50.0 dB, means over frames;" in clips
+
+
 @pytest.mark.parametrize(
     ("rows", "words"),
     [

@@ -227,23 +227,23 @@ def _verdict(count: int, summary: dict[str, Any]) -> str:
     if not ran(summary).ran:
         return f"Not rated: {NOTHING_RAN}{ran(summary).reason}."
     means, worst = summary["means"], summary["worst_psnr_db"]
+    are_clips = "flicker" in means[OURS]
+    drawn, frames = ("clips", ", means over frames") if are_clips else ("pictures", "")
     ours, floor = (means[way]["psnr_db"][0] for way in (OURS, FLOOR))
     apart = metrics.Interval(*summary["ours_minus_floor"]["psnr_db"])
     if count < LEAST_PAIRS:
-        head = (
-            f"{count} of at least {LEAST_PAIRS} pictures, too few to say how INT8 compares with another exact kernel"
-        )
+        head = f"{count} of at least {LEAST_PAIRS} {drawn}, too few to say how INT8 compares with another exact kernel"
     elif floor == quality.PSNR_CEILING:
-        head = "Another exact kernel draws the very same pictures here; INT8 does not"
+        head = f"Another exact kernel draws the very same {drawn} here; INT8 does not"
     elif apart.low > 0:
         head = "INT8 is nearer to the reference than another exact kernel"
     elif apart.high >= 0:
-        head = "INT8 is no further from the reference than another exact kernel, as far as these pictures tell"
+        head = f"INT8 is no further from the reference than another exact kernel, as far as these {drawn} tell"
     else:
         interval = f"{-apart.value:.1f} dB ({-apart.high:.1f} to {-apart.low:.1f})"
         head = f"INT8 is {interval} further from the reference than another exact kernel"
     return (
         f"{head}: PSNR {ours:.1f} dB, where the other kernel has {floor:.1f}; SSIM "
-        f"{means[OURS]['ssim'][0]:.4f} and {means[FLOOR]['ssim'][0]:.4f}; worst of {count} pictures "
-        f"{worst:.1f} dB; {ran(summary).in_words()}."
+        f"{means[OURS]['ssim'][0]:.4f} and {means[FLOOR]['ssim'][0]:.4f}; worst of {count} {drawn} "
+        f"{worst:.1f} dB{frames}; {ran(summary).in_words()}."
     )
