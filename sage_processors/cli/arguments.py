@@ -32,8 +32,10 @@ class OneLineErrors(TyperGroup):
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
-            typer.echo("Interrupted: no result was written; the same command begins again.", err=True)
+            typer.echo("Interrupted: no result was written.", err=True)
             raise typer.Exit(130) from None
+        except (typer.Exit, typer.Abort):  # RuntimeErrors, too
+            raise
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise

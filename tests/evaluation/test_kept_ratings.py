@@ -6,6 +6,7 @@ import copy
 import json
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -117,6 +118,18 @@ def test_whole_rows_are_kept_and_those_whose_picture_is_gone_are_made_again(fold
     done = rating.go_on(state, folder, 3, 1, measure, lambda rows: {"summary": len(rows)}, rating.unseen, 1)
     assert measured == [slice(1, 2)] and done["rows"] == rows and done["summary"] == 3
     assert json.loads((folder / "rating.json").read_text())["rows"] == rows
+
+
+def test_another_commit_of_a_name_on_the_hub_is_another_setting(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    home = tmp_path / "models--some--model"
+    (home / "refs").mkdir(parents=True)
+    for commit, file in (("a" * 40, "config.json"), ("b" * 40, "model_index.json")):
+        (home / "snapshots" / commit).mkdir(parents=True)
+        (home / "snapshots" / commit / file).write_text("{}")
+        (home / "refs" / "main").write_text(commit)
+        assert kept.weights_of(Path("some/model")) == commit
+    assert kept.weights_of(Path("other/model")) == kept.weights_of(Path("no such name/at/all")) == ""
 
 
 def test_other_weights_in_the_same_folder_are_another_setting(tmp_path):

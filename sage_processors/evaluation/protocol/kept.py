@@ -41,15 +41,31 @@ def own_settings(target: Any, name: str, config: SageAttnProcessor) -> dict[str,
 
 
 def weights_of(folder: Path) -> str:
-    """Return a hash of names, sizes and times of a folder's weights and configs; "" without a folder."""
+    """Return a hash of names, sizes and times of a folder's weights and configs.
+
+    Of a name on the Hub it is the commit in the local cache; "" without one.
+    """
     if not folder.is_dir():
-        return ""
+        return _commit_of(str(folder))
     files = (path for path in folder.rglob("*") if path.suffix in WEIGHTS or path.name == "config.json")
     found = []
     for path in sorted(files):
         now = path.stat()
         found.append((path.relative_to(folder).as_posix(), now.st_size, now.st_mtime_ns))
     return hashlib.sha256(repr(found).encode()).hexdigest()[:16]
+
+
+def _commit_of(name: str) -> str:
+    from huggingface_hub import try_to_load_from_cache
+
+    for file in ("model_index.json", "config.json"):
+        try:
+            found = try_to_load_from_cache(name, file)
+        except ValueError:  # no name that the Hub could have
+            return ""
+        if isinstance(found, str):
+            return Path(found).parent.name
+    return ""
 
 
 @functools.cache
