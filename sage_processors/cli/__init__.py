@@ -14,6 +14,9 @@ def run() -> None:
         from .main import app
 
         app(prog_name="sage-processors")
+    except KeyboardInterrupt:  # before a command began: within one, it says what it leaves
+        print("Interrupted: nothing was written.", file=sys.stderr)
+        sys.exit(130)
     except ImportError as error:
         if "pip install" not in str(error):
             raise

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,11 +17,33 @@ from typing import Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from .checks import check_file, check_picture, refusing
+from .checks import check_file, check_picture, is_out_of_memory, refusing
+
+
+# options that make what a command holds smaller
+SIZES = ("height", "width", "frames", "batch", "images", "context", "prompt_tokens", "new_tokens")
 
 
 class OneLineErrors(TyperGroup):
     """Group of commands that reports wrong input in one line on stderr, with exit code 2."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run a command. Running out of memory, and Ctrl-C, end it with one line."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            typer.echo("Interrupted: no result was written.", err=True)
+            raise typer.Exit(130) from None
+        except (typer.Exit, typer.Abort):  # RuntimeErrors, too
+            raise
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            own = {parameter.name for parameter in self.commands[ctx.invoked_subcommand].params}
+            smaller = " or ".join(f"--{name.replace('_', '-')}" for name in SIZES if name in own)
+            more = re.search(r"tried to allocate [\d.]+ \w+", str(error), re.IGNORECASE)
+            said = "out of memory" + (f", {more[0].replace('Tried', 'tried')}" if more else "")
+            raise typer.BadParameter(said + f": choose a smaller {smaller}" * bool(smaller)) from error
 
     def main(
         self,

@@ -37,14 +37,36 @@ def check_file(path: Path | None, option: str, suffix: str) -> None:
 
 
 def check_folder(folder: Path, option: str, files: Iterable[str], folders: Iterable[str]) -> None:
-    """Raise typer.BadParameter unless a folder is there or can be made, with room for these files and folders."""
-    if not folder.parent.is_dir() or (folder.exists() and not folder.is_dir()):
+    """Raise typer.BadParameter unless a folder is there or can be made, with room for these files and folders.
+
+    The first of `files` is what all of them were written with: without it the others are somebody else's.
+    """
+    if not folder.parent.is_dir():
+        raise typer.BadParameter(
+            f"got {folder}, but folder {folder.parent} does not exist; make it first", param_hint=option
+        )
+    if folder.exists() and not folder.is_dir():
         raise typer.BadParameter(f"{folder}: expected a folder, new or of an earlier rating", param_hint=option)
+    first, *others = [*files, *folders]
+    strange = [name for name in others if (folder / name).exists()]
+    if strange and not (folder / first).exists():
+        raise typer.BadParameter(
+            f"{folder} has {' and '.join(strange)} but no {first}, so they are of something else; expected a folder, "
+            "new or of an earlier rating",
+            param_hint=option,
+        )
     for path in [folder / name for name in files] if folder.is_dir() else [folder]:
         _refuse(check_output, path, option)
     for path in [folder / name for name in folders]:
         if path.exists() and not path.is_dir():
             raise typer.BadParameter(f"{path} is no folder, expected one or none", param_hint=option)
+
+
+def folder_named(text: str | Path) -> Path:
+    """Return the path of a folder, as the `parser=` of an option: an empty name is an input error."""
+    if not str(text).strip():
+        raise typer.BadParameter("got an empty name, expected a folder's; the one you are in is .")
+    return Path(text)
 
 
 def check_picture(path: Path) -> None:
@@ -69,6 +91,16 @@ def _picture_format(path: Path) -> str | None:
     return kind if kind in Image.SAVE else None
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return True for a GPU's or a CPU's allocator, or Python, without memory."""
+    import torch
+
+    words = ("can't allocate memory", "not enough memory", "out of memory")  # a CPU's allocator has no type of its own
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
+        isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+    )
+
+
 @contextmanager
 def refusing(name: str, option: str | None = None) -> Iterator[None]:
     """Turn any error while the model `name` is loaded into typer.BadParameter, a message of one line.
@@ -90,6 +122,8 @@ def refusing(name: str, option: str | None = None) -> Iterator[None]:
         raise
     except Exception as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        if reason.rstrip().endswith(":"):  # a list follows
+            reason = " ".join(str(error).split())
         raise typer.BadParameter(f"{name} could not be loaded: {reason}", param_hint=option) from error
     finally:
         for logger, level in zip(loggers, levels, strict=True):

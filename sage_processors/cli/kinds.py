@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import typer
 
 from ..option_groups import IN_16_BIT
+from ..options import SageAttnProcessor
 from ..unsupported import UnsupportedAttentionError
 from . import loading
 from .checks import check_names, refusing
@@ -38,7 +38,8 @@ class Looked:
     """A model that was looked at without its weights.
 
     Attributes: kind. skeleton: a transformers model without weights, None for a pipeline. steps: a pipeline's own
-        number of steps. most_steps: those that its scheduler was trained with, if it says so.
+        number of steps. most_steps: those that its scheduler was trained with, if it says so. most_frames: those that
+        its denoiser knows positions for, if it says so.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Looked:
     skeleton: Any = None
     steps: int = 0
     most_steps: int | None = None
+    most_frames: int | None = None
 
     @property
     def room(self) -> int | None:
@@ -84,27 +86,47 @@ def _pipeline(name: str) -> Looked:
     source = loading.locate(name, with_texts=True)
     with refusing(name, "MODEL"):
         if Path(source).is_dir() and not (Path(source) / "model_index.json").is_file():
-            made = json.loads((Path(source) / "config.json").read_text(encoding="utf-8")).get("_class_name", "model")
+            made = loading.read_object(Path(source) / "config.json").get("_class_name")
+            if made is None:
+                raise ValueError("its config.json has no model_type, as of transformers, and no _class_name")
             raise typer.BadParameter(
                 f"{name} holds a {made} alone, expected a whole pipeline, a folder with a model_index.json",
                 param_hint="MODEL",
             )
+        if Path(source).is_dir():
+            loading.read_object(Path(source) / "model_index.json")
         index = diffusers.DiffusionPipeline.load_config(source)
-        known = inspect.signature(getattr(diffusers, index["_class_name"]).__call__).parameters
+        if "_class_name" not in index:
+            raise ValueError("its model_index.json has no _class_name, as pipelines of diffusers have")
+        made = getattr(diffusers, index["_class_name"])
+        known = inspect.signature(made.__call__).parameters
         wanted = {key for key, value in known.items() if value.default is value.empty} - {"self", "prompt", "kwargs"}
         if wanted or not {"prompt", "num_inference_steps"} <= known.keys():
             raise typer.BadParameter(
                 f"{name} is a {index['_class_name']}, expected a pipeline that draws from a prompt alone",
                 param_hint="MODEL",
             )
-        scheduler = getattr(diffusers, (index.get("scheduler") or [None, ""])[1] or "", None)
-        config = {} if scheduler is None else scheduler.load_config(source, subfolder="scheduler")
+        parts = inspect.signature(made.__init__).parameters.values()
+        lacking = [x.name for x in parts if x.default is x.empty and x.name not in {"self", "kwargs", *index}]
+        if lacking:
+            raise ValueError(f"its model_index.json lacks {', '.join(lacking)} of a {index['_class_name']}")
+        config = _config_of(diffusers, index, source, "scheduler")
+        positions = _config_of(diffusers, index, source, "transformer").get("rope_max_seq_len")
+        a_position = _config_of(diffusers, index, source, "vae").get("scale_factor_temporal")
     kind = CLIP if "num_frames" in known else PICTURE
     own: Any = known["num_inference_steps"].default
-    return Looked(name, kind, None, own, config.get("num_train_timesteps"))
+    most_frames = (positions - 1) * a_position + 1 if kind == CLIP and positions and a_position else None
+    return Looked(name, kind, None, own, config.get("num_train_timesteps"), most_frames)
 
 
-def check_options(context: typer.Context, looked: Looked, recipe: str) -> None:
+def _config_of(diffusers: Any, index: dict[str, Any], source: str, part: str) -> dict[str, Any]:
+    """Return the config of a pipeline's part; {} if it has none."""
+    kind = getattr(diffusers, (index.get(part) or [None, ""])[1] or "", None)
+    found: dict[str, Any] = {} if kind is None else kind.load_config(source, subfolder=part)
+    return found
+
+
+def check_options(context: typer.Context, looked: Looked, config: SageAttnProcessor) -> None:
     """Raise typer.BadParameter for an option that was given but means nothing for this kind of model."""
     for name, kinds in KINDS.items():
         source = context.get_parameter_source(name)
@@ -115,12 +137,31 @@ def check_options(context: typer.Context, looked: Looked, recipe: str) -> None:
                 param_hint=f"--{name.replace('_', '-')}",
             )
     if looked.kind in READS:
-        check_names("--recipe", [recipe], [*loading.RECIPES.split(", "), IN_16_BIT])
-    steps = context.params.get("steps")
-    if steps is not None and looked.most_steps is not None and steps > looked.most_steps:
+        check_names("--recipe", [config.recipe], [*loading.RECIPES.split(", "), IN_16_BIT])
+    if looked.kind != TEXT and context.params.get("recipe") == IN_16_BIT:  # a language model's cache is in 8 bit
+        _refuse_all_in_16_bit(looked, config)
+    for name, most, why in (
+        ("steps", looked.most_steps, "the steps that its scheduler was trained with"),
+        ("frames", looked.most_frames, "those that its denoiser knows positions for"),
+    ):
+        given = context.params.get(name)
+        if given is not None and most is not None and given > most:
+            raise typer.BadParameter(f"got {given}, expected at most {most}, {why}", param_hint=f"--{name}")
+
+
+def _refuse_all_in_16_bit(looked: Looked, config: SageAttnProcessor) -> None:
+    """Raise typer.BadParameter if no linear layer of a model would run in 8 bit."""
+    from ..diffusion.host.discovery import denoisers
+    from ..linears.weights.layers import choose
+
+    parts = denoisers(loading.load_skeleton(looked.name)).values() if looked.kind in DRAWN else [looked.skeleton]
+    own = config.linears
+    given: dict[str, Any] = {"min_features": own.min_features, "drop_weights": own.drop_weights}
+    if all(layer.format == "none" for part in parts for layer in choose(part, label=str, linears=own.format, **given)):
         raise typer.BadParameter(
-            f"got {steps}, expected at most {looked.most_steps}, the steps that its scheduler was trained with",
-            param_hint="--steps",
+            f"got {IN_16_BIT}, with which nothing of {looked.name} runs in 8 bit, as its linear layers are in 16 bit, "
+            f"too; expected one of {loading.RECIPES}",
+            param_hint="--recipe",
         )
 
 

@@ -5,6 +5,7 @@ The files of the commands import torch and what needs it when a command runs, so
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import re
@@ -55,6 +56,8 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JS
 CsvOption = Annotated[Path | None, typer.Option(help="A results.csv to append the figures to.")]
 StepsOption = Annotated[int, typer.Option(min=1, help="The number of denoising steps.")]
 MOST_IMAGES = 10_000
+CONFIGS = ("model_index.json", "config.json")  # of a pipeline, and of a model alone
+HUB_SECONDS = 5
 ImagesOption = Annotated[int, typer.Option(min=1, max=MOST_IMAGES, help="The number of pictures.")]
 BatchOption = Annotated[int, typer.Option(min=1, help="Pictures, or pieces of text, in one call.")]
 SeedOption = Annotated[int, typer.Option(min=0, max=2**62, help="The seed of the first picture. Later ones count up.")]
@@ -143,6 +146,8 @@ def torch_device(device: str) -> torch.device:
         torch.empty(0, dtype=torch.float32, device=chosen)
     except (RuntimeError, AssertionError) as error:  # torch built without CUDA asserts
         raise typer.BadParameter(f"{device}: {str(error).splitlines()[0]}", param_hint="--device") from error
+    if chosen.type == "meta":
+        raise typer.BadParameter("meta: it holds no numbers, expected one such as cpu or cuda", param_hint="--device")
     return chosen
 
 
@@ -181,15 +186,58 @@ def locate(name: str, *, with_texts: bool = False) -> str:
             raise typer.BadParameter(str(error)) from error
     embedded = [*pipelines.names(), *pipelines.video_names(), *[EMBEDDED_NAME] * with_texts]
     what, known = "model" if with_texts else "pipeline", f"the embedded ones are {', '.join(embedded)}"
+    if not name.strip():
+        raise typer.BadParameter(f"got an empty name, expected a {what}; {known}", param_hint="MODEL")
     if name == EMBEDDED_NAME and not with_texts:
         raise typer.BadParameter(f"{name} is a language model, expected a pipeline; {known}")
     folder = Path(name)
     if folder.is_dir():
-        if not any((folder / file).is_file() for file in ("model_index.json", "config.json")):
+        if not any((folder / file).is_file() for file in CONFIGS):
             raise typer.BadParameter(f"folder {name} has no model_index.json and no config.json; {known}")
     elif not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or name.startswith("."):
         raise typer.BadParameter(f"{name!r} is no embedded {what}, no folder and no name on the Hub; {known}")
+    else:
+        _check_hub(name, known)
     return name
+
+
+def _check_hub(name: str, known: str) -> None:
+    """Raise typer.BadParameter for a name that is not in the local cache, while the Hub can't be reached.
+
+    Of one that is there, the libraries then ask nothing of the Hub, which they would try for a minute.
+    """
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    if not constants.HF_HUB_OFFLINE and _hub_answers(constants.ENDPOINT):
+        return
+    constants.HF_HUB_OFFLINE = True
+    if not any(isinstance(try_to_load_from_cache(name, file), str) for file in CONFIGS):
+        raise typer.BadParameter(
+            f"{name} is not in the Hub's local cache, and {constants.ENDPOINT} can't be reached or HF_HUB_OFFLINE is "
+            f"set; expected a folder (for time --random one of configs and tokenizers will do) or an embedded model: "
+            f"{known}",
+            param_hint="MODEL",
+        )
+
+
+@functools.cache
+def _hub_answers(address: str) -> bool:
+    """Return False if nothing answers at an address within seconds."""
+    from huggingface_hub import get_session
+
+    try:
+        get_session().head(address, timeout=HUB_SECONDS)
+    except Exception:  # of either HTTP library that huggingface_hub has had
+        return False
+    return True
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file. Raises: ValueError if it is something else."""
+    found = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(found, dict):
+        raise ValueError(f"its {path.name} has a {type(found).__name__}, expected a JSON object")
+    return found
 
 
 def load_pipeline(name: str, device: str, dtype: str | None = None):
@@ -240,7 +288,7 @@ def load_skeleton(name: str, *, with_texts: bool = False):
 
     with refusing(name):
         if (Path(source) / "config.json").is_file() and not (Path(source) / "model_index.json").is_file():
-            config = json.loads((Path(source) / "config.json").read_text())
+            config = read_object(Path(source) / "config.json")
             if "_class_name" not in config:
                 raise ValueError("its config.json has no _class_name, as models of diffusers have")
             return build(config["_class_name"])
@@ -263,8 +311,8 @@ def load_language_skeleton(name: str):
     source = str(text_folder(name)) if name == EMBEDDED_NAME else locate(name, with_texts=True)
     with refusing(name):
         if Path(source).is_dir():
-            files = [Path(source) / file for file in ("model_index.json", "config.json")]
-            if files[0].is_file() or "model_type" not in json.loads(files[1].read_text()):
+            files = [Path(source) / file for file in CONFIGS]
+            if files[0].is_file() or "model_type" not in read_object(files[1]):
                 return None
             transformers = _quiet("transformers", "transformers")
         else:

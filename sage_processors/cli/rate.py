@@ -17,7 +17,7 @@ from ..option_groups import IN_16_BIT, LINEARS
 from ..options import SageAttnProcessor
 from ..presets import heading
 from . import loading
-from .checks import check_csv, check_folder, check_names, float32_settings_kept, refusing
+from .checks import check_csv, check_folder, check_names, float32_settings_kept, folder_named, refusing
 from .kinds import DRAWN, EMBEDDING, TEXT, Looked, check_options, fitting, look_at
 from .loading import (
     DTYPES,
@@ -41,6 +41,7 @@ from .loading import (
 
 
 MOST_PIXELS, MOST_TOKENS = 2**14, 2**20  # far beyond any model
+LEAST_RATED = 16  # pixels: SSIM's window, as a size that pipelines draw
 PresetOption = Annotated[
     str, typer.Option(help="The preset, such as fast; none: INT8 attention alone, of texts with its cache.")
 ]
@@ -75,7 +76,8 @@ def time_model(
     ] = 4,
     full: Annotated[bool, typer.Option("--full", help="Draw or write all of it, with all steps.")] = False,
     random: Annotated[
-        bool, typer.Option("--random", help="Random weights of the true shapes: reads configs, no weights.")
+        bool,
+        typer.Option("--random", help="Random weights of the true shapes: reads configs and tokenizers, no weights."),
     ] = False,
     prompt_tokens: Annotated[
         int | None,
@@ -93,16 +95,17 @@ def time_model(
     """Time a picture, clip or text in INT8 and with stock: seconds, memory, and a yes or no for this GPU."""
     from ..evaluation.protocol import timing
 
-    config = _config(model, preset, recipe, linears, policy)
+    config = _config(ctx, model, preset, recipe, linears, policy)
     looked = look_at(model)
-    check_options(ctx, looked, config.recipe)
+    check_options(ctx, looked, config)
     kind, more = looked.kind, timing.FEW + timed
     if kind in DRAWN:
         steps, arguments = steps or looked.steps, _size(looked, height, width, frames)
         title = f"{steps} steps"
     else:
         steps = new_tokens if kind == TEXT else 1
-        tokens = fitting(looked, "--prompt-tokens", prompt_tokens, 1024, max(new_tokens, more) if kind == TEXT else 0)
+        option = "--new-tokens" if prompt_tokens is None else "--prompt-tokens"
+        tokens = fitting(looked, option, prompt_tokens, 1024, max(new_tokens, more) if kind == TEXT else 0)
         title = f"{steps} tokens after {tokens}" if kind == TEXT else f"a text of {tokens} tokens"
     target = _loaded(looked, device, dtype, random)
     with answer(as_json) as found, console.status("stock") as status:
@@ -165,7 +168,12 @@ def rate(
     ] = 64,
     chat: Annotated[bool, typer.Option("--chat", help="Dialogues in the model's own chat template.")] = False,
     output: Annotated[
-        Path, typer.Option(help="A folder for the page and its data. A later call goes on from it.")
+        Path,
+        typer.Option(
+            help="A folder for the page and its data. A later call goes on from it.",
+            parser=folder_named,
+            metavar="FOLDER",
+        ),
     ] = Path("sage_rating"),
     preset: PresetOption = "fast",
     recipe: OwnRecipeOption = None,
@@ -180,7 +188,7 @@ def rate(
 
     The noise floor is stock with another exact kernel. Differences are paired, with 95 % intervals.
     """
-    from ..evaluation.protocol import rating, rating_language, rating_page
+    from ..evaluation.protocol import kept, rating, rating_language, rating_page
     from ..evaluation.protocol.prompts import PROMPTS, built_in, from_file
 
     check_names("--reference", [reference], rating.REFERENCES)
@@ -191,15 +199,21 @@ def rate(
         )
     check_csv(csv)
     check_folder(output, "--output", ("rating.json", "index.html"), ("pictures",))
-    config = _config(model, preset, recipe, linears, policy)
-    looked = look_at(model)
-    check_options(ctx, looked, config.recipe)
+    config = _config(ctx, model, preset, recipe, linears, policy)
     config = replace(config, linears=replace(config.linears, drop_weights=False))  # later batches of stock need them
     with answer(as_json) as found, _resumable(output):
+        looked = look_at(model)
+        check_options(ctx, looked, config)
         bar = functools.partial(steps_bar, Path(model).name)
         if looked.kind in DRAWN:
-            pairs = _pairs(model, prompts and from_file(prompts, images), images or 32, category, built_in)
+            pairs = _pairs(model, prompts and from_file(prompts), images, category, built_in)
             seeds, arguments = [seed + i for i in range(len(pairs))], _size(looked, height, width, frames)
+            for option, given in (("--height", height), ("--width", width)):
+                if given is not None and given < LEAST_RATED:
+                    raise typer.BadParameter(
+                        f"got {given}, expected at least {LEAST_RATED}: smaller pictures have no SSIM",
+                        param_hint=option,
+                    )
             scores = _clip_score(clip, device)
             pipe = _loaded(looked, device, dtype)
             state = rating.rate(
@@ -220,7 +234,7 @@ def rate(
             else:
                 rating.append_rows(csv, name, state, config.recipe)
             state["csv"] = [*state.get("csv", ()), str(csv.resolve())]
-            rating.write_state(state, output)
+            kept.write_state(state, output)
         page = output / "index.html"
         rating_page.write_page(state, page)
         found |= {"page": str(page.resolve()), "verdict": state["verdict"], **state["summary"]}
@@ -242,7 +256,7 @@ def _resumable(output: Path) -> Iterator[None]:
         raise typer.Exit(130) from None
 
 
-def _config(model, preset, recipe, linears, policy) -> SageAttnProcessor:
+def _config(ctx, model, preset, recipe, linears, policy) -> SageAttnProcessor:
     """Return the options to measure: a policy's, or a preset's with what is given in its place."""
     from ..evaluation.quality import MIN_TOKENS
 
@@ -252,12 +266,13 @@ def _config(model, preset, recipe, linears, policy) -> SageAttnProcessor:
         given["min_tokens"] = MIN_TOKENS  # so small a model is short on every GPU
     try:
         if policy is not None:
-            if recipe or linears:
-                raise ValueError("--policy: has options of its own; leave out --recipe and --linears")
+            if recipe or linears or ctx.get_parameter_source("preset").name != "DEFAULT":
+                raise ValueError("it has options of its own; leave out --preset, --recipe and --linears")
             return SageAttnProcessor.from_policy(policy)
         return SageAttnProcessor(**given) if preset == "none" else SageAttnProcessor(preset, **given)
     except (OSError, ValueError) as error:
-        raise typer.BadParameter(str(error)) from error
+        said = str(error).removeprefix("path: ")
+        raise typer.BadParameter(said, param_hint=None if policy is None else "--policy") from error
 
 
 def _pieces(looked: Looked, config, windows, context, new_tokens, chat) -> tuple[Any, SageAttnProcessor]:
@@ -269,7 +284,12 @@ def _pieces(looked: Looked, config, windows, context, new_tokens, chat) -> tuple
         fitting(looked, "--new-tokens", max(length // 4, 2), 0, new_tokens)
     with refusing(looked.name):
         tokenizer = language.load_tokenizer(looked.name)
-    pieces = language.heldout_windows(tokenizer, length, count=windows, chat=chat)
+    try:
+        pieces = language.heldout_windows(tokenizer, length, count=windows, chat=chat)
+    except ValueError as error:
+        argument, _, said = str(error).partition(": ")
+        options = {"count": "--windows", "length": "--context", "chat": "--chat"}
+        raise typer.BadParameter(said or argument, param_hint=options.get(argument)) from error
     return pieces, replace(config, min_tokens=language.ONE_TOKEN)
 
 
@@ -318,7 +338,13 @@ def _size(looked: Looked, height: int | None, width: int | None, frames: int | N
 
 def _pairs(model, from_file, count, category, built_in) -> list[tuple[str, str]]:
     if from_file:
-        return list(from_file)
+        if count is not None and count > len(from_file):
+            raise typer.BadParameter(
+                f"got {count}, expected at most {len(from_file)}, the prompts in the file of --prompts",
+                param_hint="--images",
+            )
+        return list(from_file[:count])
+    count = count or 32
     if model in (*pipelines.PIPELINES, *pipelines.VIDEOS):  # which know a few words
         return [("", prompt) for prompt in example_prompts(count, model)]
     return list(built_in(count, category))

@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import shutil
 
+import huggingface_hub
 import pytest
+import torch
 import transformers
 from typer.testing import CliRunner
 
 import sage_processors as sp
 from sage_processors.calibration.policy_files import write_policy
+from sage_processors.cli import loading
 from sage_processors.cli import main as cli
+from sage_processors.evaluation import language
 from tests.cli.test_language_models import folder_of
 from tests.support.repository import fresh
 
@@ -60,7 +64,8 @@ def test_a_model_that_is_not_there(command, tmp_path, monkeypatch):
         (["calibrate", "tiny_flux", "--target-psnr", "40", "--scaling", "x"], "--scaling: x: expected"),
         (["calibrate"], "such as --target-psnr 40"),
         (["time", "tiny_flux", "--preset", "faster"], "faster"),
-        (["rate", "tiny_flux", "--output", "no/where"], "expected a folder"),
+        (["rate", "tiny_flux", "--output", "no/where"], "--output: got no/where, but folder no does not exist; make"),
+        (["rate", "tiny_flux", "--output", ""], "'--output': got an empty name, expected a folder's"),
         (["rate", "tiny_flux", "--reference", "x"], "--reference: x: expected one of stock, float32"),
         (["demo", "--images", "100000000"], "--images"),
         (["rate", "tiny_flux", "--clip", "nosuch"], "--clip: nosuch: expected a folder with a CLIP model"),
@@ -74,22 +79,36 @@ def test_a_model_that_is_not_there(command, tmp_path, monkeypatch):
         ),
         (
             ["time", "tiny_lm", "--new-tokens", "600"],
-            "--prompt-tokens: got 2 tokens and 600 new ones, expected at most 512",
+            "--new-tokens: got 2 tokens and 600 new ones, expected at most 512",
         ),
         (["rate", "tiny_lm", "--context", "600"], "--context: got 600 tokens, expected at most 512 together"),
         (
             ["rate", "tiny_lm", "--context", "400", "--new-tokens", "450"],
             "--new-tokens: got 100 tokens and 450 new ones",
         ),
-        (["rate", "tiny_lm", "--windows", "100000"], "count: got 100000, expected 1 to"),
         (["time", "tiny_lm", "--recipe", "mixed"], "--recipe: mixed: expected one of qk_int8_pv_bf16"),
+        (["rate", "tiny_sd", "--recipe", "16bit"], "--recipe: got 16bit, with which nothing of tiny_sd runs in 8 bit"),
+        (["time", "tiny_wan", "--recipe", "16bit", "--linears", "none"], "--recipe: got 16bit, with which nothing of"),
         (["rate", "tiny_lm", "--recipe", "int1"], "recipe: got 'int1', expected one of"),
         (["demo", "tiny_lm"], "tiny_lm is a language model, expected a pipeline; the embedded ones are tiny_flux"),
         (["calibrate", "tiny_lm", "--target-psnr", "40"], "tiny_lm is a language model, expected a pipeline"),
         (["warm-up", "tiny_lm"], "tiny_lm is a language model, expected a pipeline"),
+        (["rate", "tiny_lm", "--context", "4", "--windows", "100000"], "--windows: got 100000, expected 1 to"),
+        (["rate", "tiny_sd", "--height", "8"], "--height: got 8, expected at least 16: smaller pictures have no SSIM"),
+        (["rate", "tiny_flux", "--width", "15"], "--width: got 15, expected at least 16"),
+        (["time", "tiny_sd", "--policy", "no.json"], "--policy: got 'no.json', which does not exist"),
+        (["time", "tiny_sd", "--policy", "no.json", "--preset", "fast"], "--policy: it has options of its own; leave"),
+        (
+            ["rate", "tiny_sd", "--policy", "no.json", "--linears", "int8"],
+            "--policy: it has options of its own; leave",
+        ),
+        (["time", ""], "got an empty name, expected a model; the embedded ones are tiny_flux"),
+        (["demo", " "], "got an empty name, expected a pipeline; the embedded ones are tiny_flux"),
         (["time", "nosuch"], "the embedded ones are tiny_flux, tiny_sd, tiny_wan, tiny_lm"),
         (["report", "nosuch"], "the embedded ones are tiny_flux, tiny_sd, tiny_wan, tiny_lm"),
         (["demo", "--device", "abacus"], "abacus"),
+        (["time", "tiny_sd", "--device", "meta"], "--device: meta: it holds no numbers, expected one such as cpu"),
+        (["time", "tiny_wan", "--frames", "256"], "--frames: got 256, expected at most 255, those that its denoiser"),
         (["demo", "--what"], "No such option"),
         (["demonstrate"], "No such command"),
         (["report"], "Missing argument"),
@@ -115,6 +134,59 @@ def test_a_pipeline_of_a_class_that_is_not_known(tmp_path):
         json.dumps({"_class_name": "NoPipeline", "unet": ["diffusers", "NoUNet"]})
     )
     assert "could not be loaded" in said("report", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "words"),
+    [
+        ("config.json", [1], "its config.json has a list, expected a JSON object"),
+        ("config.json", {}, "its config.json has no model_type, as of transformers, and no _class_name"),
+        ("model_index.json", [1], "its model_index.json has a list, expected a JSON object"),
+        ("model_index.json", {}, "its model_index.json has no _class_name"),
+        (
+            "model_index.json",
+            {"_class_name": "FluxPipeline", "vae": ["diffusers", "AutoencoderKL"]},
+            "its model_index.json lacks scheduler, text_encoder, tokenizer, text_encoder_2, tokenizer_2, transformer",
+        ),
+    ],
+)
+@pytest.mark.parametrize("command", ["time", "rate"])
+def test_configs_that_say_nothing(command, file, content, words, tmp_path):
+    (tmp_path / file).write_text(json.dumps(content))
+    assert f"{tmp_path} could not be loaded: {words}" in said(command, tmp_path)
+
+
+def test_a_message_with_a_list_is_not_cut_off_before_it(tmp_path):
+    folder = shutil.copytree(language.EMBEDDED, tmp_path / "m", ignore=shutil.ignore_patterns("tokenizer*"))
+    assert "backend tokenizer from one of: (1) a `tokenizers` library serial" in said("rate", folder)
+
+
+def test_more_images_than_prompts(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "p.txt").write_text("a red circle\na star\n")
+    assert "--images: got 3, expected at most 2, the prompts" in said(
+        "rate", "tiny_sd", "--prompts", "p.txt", "--images", 3
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["p.txt"]
+
+
+def test_a_hub_that_cannot_be_reached(tmp_path, monkeypatch):
+    """It is asked once, and what is in the local cache is then used without it."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(loading, "HUB_SECONDS", 1)
+    words = said("time", "some/model")
+    assert "MODEL: some/model is not in the Hub's local cache, and http://127.0.0.1:9 can't be reached" in words
+    assert "time --random one of configs and tokenizers" in words
+    snapshot = tmp_path / "models--some--model" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("abc")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    assert loading.locate("some/model") == "some/model"
+    assert huggingface_hub.constants.HF_HUB_OFFLINE is True
 
 
 FOR_PICTURES = {"steps": 1, "height": 64, "width": 64, "frames": 5, "policy": "p.json"}
@@ -165,6 +237,72 @@ def test_what_is_in_a_ratings_folder_in_place_of_its_files(name, tmp_path):
     made = tmp_path / name
     made.write_text("") if name == "pictures" else made.mkdir()
     assert name in said("rate", "tiny_flux", "--output", tmp_path)
+    assert sorted(x.name for x in tmp_path.iterdir()) == [name]
+
+
+ALLOCATOR = (
+    "[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"
+)
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (RuntimeError(ALLOCATOR), "out of memory, tried to allocate 9 bytes: choose a smaller --height or --width"),
+        (
+            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB."),
+            "tried to allocate 2.50 GiB: choo",
+        ),
+        (MemoryError(), "out of memory: choose a smaller --height or --width or --frames or --batch or --images"),
+    ],
+    ids=["cpu", "gpu", "python"],
+)
+def test_out_of_memory_names_what_to_make_smaller(error, words, tmp_path, monkeypatch):
+    monkeypatch.setattr(loading, "load_pipeline", lambda *_: (_ for _ in ()).throw(error))
+    assert words in said("rate", "tiny_sd", "--output", tmp_path / "r")
+
+
+def test_other_errors_of_torch_are_shown_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr(loading, "load_pipeline", lambda *_: torch.zeros(2).view(3))
+    done = CliRunner().invoke(cli.app, ["rate", "tiny_sd", "--output", str(tmp_path / "r")])
+    assert isinstance(done.exception, RuntimeError) and "shape" in str(done.exception)
+
+
+@pytest.mark.parametrize(
+    ("command", "words"), [("time", "no result was written"), ("rate", "the same command goes on")]
+)
+@pytest.mark.parametrize("place", ["load_language_skeleton", "load_pipeline"])
+def test_control_c_ends_in_one_line(command, words, place, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(loading, place, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    done = CliRunner(env={"HF_HUB_OFFLINE": "1"}).invoke(cli.app, [command, "tiny_sd"])
+    assert done.exit_code == 130 and done.stderr.startswith("Interrupted: ") and words in done.stderr
+    assert done.stderr.count("\n") == 1 and list(tmp_path.iterdir()) == []
+
+
+def test_control_c_during_imports_ends_in_one_line():
+    code = """
+        import builtins
+        from sage_processors.cli import run
+        sys.stderr, real = sys.stdout, builtins.__import__
+        def stopped(name, *more):
+            if name == "typer":
+                raise KeyboardInterrupt
+            return real(name, *more)
+        builtins.__import__ = stopped
+        try:
+            run()
+        except SystemExit as stop:
+            print(stop.code)
+        """
+    assert fresh(code) == "Interrupted: nothing was written.\n130\n"
+
+
+@pytest.mark.parametrize("name", ["index.html", "pictures"])
+def test_a_folder_with_somebody_elses_files_is_left_alone(name, tmp_path):
+    made = tmp_path / name
+    made.write_text("mine") if name == "index.html" else made.mkdir()
+    assert f"has {name} but no rating.json" in said("rate", "tiny_flux", "--output", tmp_path)
     assert sorted(x.name for x in tmp_path.iterdir()) == [name]
 
 

@@ -22,6 +22,7 @@ from sage_processors.cli import random_weights, rate
 from sage_processors.evaluation import quality
 from sage_processors.evaluation.protocol import rating, rating_page, scores, timing
 from sage_processors.evaluation.protocol.prompts import PROMPTS, built_in, from_file
+from sage_processors.reporting import layer_report
 
 
 SMALL = ["--steps", "1", "--batch", "1", "--device", "cpu", "--json"]
@@ -75,11 +76,17 @@ def test_rate_draws_measures_and_writes_a_page(tmp_path):
     invoke(*again)
     assert len(list(read_rows(tmp_path / "r.csv"))) == number
     said = invoke("rate", "tiny_flux", "--images", 3, *SMALL, "--output", tmp_path / "r", code=2)
-    assert "holds a rating with another prompts, seeds" in said
-    for key, word in (("version", "0.0.0"), ("gpu", "another"), ("clip", "a model")):
+    assert "holds a rating with other settings than those asked for (prompts, seeds)" in said
+    picture, other = (tmp_path / "r" / state["rows"][i]["pictures"]["int8"] for i in (0, 1))
+    before, kept = picture.read_bytes(), other.stat().st_mtime_ns
+    picture.unlink()
+    invoke(*again)  # draws it again, and no other
+    assert picture.read_bytes() == before and other.stat().st_mtime_ns == kept
+    assert json.loads((tmp_path / "r" / "rating.json").read_text())["rows"] == state["rows"]
+    for key, word in (("version", "0.0.0"), ("gpu", "another"), ("clip", "a model"), ("torch", "1"), ("kernels", "")):
         changed = state | {"settings": state["settings"] | {key: word}}
         (tmp_path / "r" / "rating.json").write_text(json.dumps(changed))
-        assert f"holds a rating with another {key}:" in invoke(*again, code=2)
+        assert f"holds a rating with other settings than those asked for ({key}):" in invoke(*again, code=2)
 
 
 @pytest.mark.slow("draws twice; the first test rates in one go")
@@ -103,6 +110,17 @@ def test_rate_goes_on_where_it_was_interrupted(tmp_path, monkeypatch):
     invoke(*words)
     rows = json.loads((tmp_path / "r" / "rating.json").read_text())["rows"]
     assert bars == [(6, 3)] and len(calls) == 8 and rows[:1] == first and len(rows) == 2
+
+
+def test_rate_goes_on_where_it_was_interrupted_in_its_first_picture(tmp_path, monkeypatch):
+    def stopped(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(quality, "generate", stopped)
+    for _ in range(2):  # the second is not refused
+        said = invoke("rate", "tiny_flux", "--images", 2, *SMALL, "--output", tmp_path / "r", code=130)
+        assert "Interrupted: the same command goes on" in said
+    assert json.loads((tmp_path / "r" / "rating.json").read_text())["rows"] == []
 
 
 @pytest.mark.slow("draws in two dtypes")
@@ -170,6 +188,17 @@ def test_a_mean_is_over_the_pictures_that_have_the_metric():
 def row(ours: float, floor: float, calls=(3, 0, 0, 0)) -> dict:
     each = {"int8": ours, "another exact kernel": floor}
     return {"metrics": {way: {"psnr_db": x, "ssim": 0.9} for way, x in each.items()}, "calls": list(calls)}
+
+
+def test_a_verdict_on_clips_speaks_of_clips_and_their_frames():
+    rows = [row(50 + i % 2, 50 + i % 3) for i in range(8)]
+    pictures = rating.summarise(rows)["verdict"]
+    for found in rows:
+        for way in found["metrics"].values():
+            way["flicker"] = 0.1
+    clips = rating.summarise(rows)["verdict"]
+    assert "pictures tell" in pictures and "frames" not in pictures
+    assert "picture" not in clips and "clips tell" in clips and "of 8 clips 50.0 dB, means over frames;" in clips
 
 
 @pytest.mark.parametrize(
@@ -269,6 +298,37 @@ def test_yes_or_no_for_this_gpu(ours, calls, words, monkeypatch):
     assert timing.verdict(times, timing.Calls(*calls), torch.device("cuda"), "picture").startswith(words)
     on_cpu = timing.verdict(times, timing.Calls(*calls), torch.device("cpu"), "picture")
     assert on_cpu.startswith("No GPU" if calls[0] or calls[2] else "No: nothing of this model ran in 8 bit on a CPU")
+
+
+@pytest.mark.parametrize(
+    ("calls", "words"),
+    [
+        (
+            (9, 3, 2, 0, 9),
+            "no attention call and 100% of linear layers' calls ran in 8 bit: of attention, the cache al",
+        ),
+        ((9, 3, 2, 0, 8), "75% of attention calls and 100% of linear layers' calls ran in 8 bit"),
+        ((9, 3, 0, 2, 0, "linear layers: short 2"), "no linear layer ran in 8 bit (linear layers: short 2)"),
+        ((9, 3, 1, 1, 0, "linear layers: short 2"), "50% of linear layers' calls ran in 8 bit"),
+    ],
+)
+def test_what_ran_in_words(calls, words):
+    said = timing.Calls(*calls).in_words()
+    assert words in said and ("alone" in said) == (calls[4] == 9) and ("short" in said) == ("no linear" in said)
+    twice = timing.Calls.total([(1, 1, 1, 1), calls])
+    assert twice[:5] == tuple(x + y for x, y in zip(calls, (1, 1, 1, 1, 0), strict=False))
+    assert twice.why == timing.Calls(*calls).why
+
+
+def test_why_nothing_ran_comes_from_the_report():
+    layers = [{"layer": x, "status": x, "calls": 0, "fallbacks": {}} for x in ("small", "protected", "active")]
+    short = [{"layer": "a", "status": "active", "calls": 0, "fallbacks": {"short": 3}}]
+    linears = layer_report.LayerReport(layers)
+    assert timing.Calls.of(layer_report.LayerReport(short, linears=linears)).why == (
+        "attention: short 3; linear layers: 1 layer of too few features (min_features), 1 layer protected"
+    )
+    ran = [{"layer": "a", "status": "active", "calls": 2, "cache_calls": 1, "fallbacks": {"short": 3}}]
+    assert timing.Calls.of(layer_report.LayerReport(ran)) == (2, 3, 0, 0, 1, "")
 
 
 @pytest.mark.slow("several calls of each way")

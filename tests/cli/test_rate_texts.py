@@ -106,7 +106,9 @@ def test_a_language_models_rating_takes_short_texts_and_no_other_ratings_place(t
     small = ("--context", 4, "--windows", 1, "--new-tokens", 1, "--output", tmp_path / "lm")
     invoke("rate", "tiny_lm", *small)
     before = (tmp_path / "lm" / "rating.json").read_bytes()
-    assert "another windows" in " ".join(invoke("rate", "tiny_lm", *small, "--windows", 2, code=2).split())
+    assert "than those asked for (windows)" in " ".join(
+        invoke("rate", "tiny_lm", *small, "--windows", 2, code=2).split()
+    )
     assert (tmp_path / "lm" / "rating.json").read_bytes() == before
 
 
@@ -131,6 +133,13 @@ def test_a_language_model_runs_the_preset_fast_unless_told_otherwise(
     text = language.perplexity(model, language.heldout_windows(tokenizer, 16, count=2))
     losses = [row["metrics"]["stock"]["loss"] for row in state["rows"]]
     assert losses == pytest.approx(text.losses.tolist(), abs=1e-6)  # of later batches, too
+
+
+def test_a_recipe_of_16_bit_leaves_the_cache_alone_in_8_bit(tmp_path):
+    small = ("--windows", 1, "--context", 32, "--new-tokens", 2, "--device", "cpu", "--output", tmp_path / "r")
+    said = " ".join(invoke("rate", "tiny_lm", "--recipe", "16bit", *small).split())
+    assert "no attention call and no linear layer ran in 8 bit: of attention, the cache alone is in 8 bit" in said
+    assert "(linear layers: 21 layers of too few features (min_features), 1 layer outside of the blocks)" in said
 
 
 def test_a_sentence_encoder_is_rated_by_its_embeddings(encoder, tmp_path, monkeypatch):

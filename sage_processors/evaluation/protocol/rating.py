@@ -6,7 +6,6 @@ method can be asked to beat. Every picture is compared with it pair by pair.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -16,17 +15,16 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ...files.strict_json import plain_data
-from ...files.whole_file import whole_file, write_whole
+from ...files.whole_file import whole_file
 from ...options import SageAttnProcessor
 from ...reporting.layer_report import NOTHING_RAN
-from ...version import __version__
 from .. import metrics, quality, videos
 from ..side_by_side import amplification
+from .kept import FLOOR, OURS, REFERENCE, STOCK, own_settings, started, write_state
 from .scores import ClipScore, Legibility, usable, writing
 from .timing import Calls
 
 
-OURS, FLOOR, STOCK, REFERENCE = "int8", "another exact kernel", "stock", "reference"
 REFERENCES = ("stock", "float32")
 Tick = Callable[[], None]
 Progress = Callable[[int, int], AbstractContextManager[Tick]]  # of (all steps, those done before), such as a bar
@@ -75,7 +73,12 @@ def rate(
         "prompts": [list(pair) for pair in prompts], "seeds": list(seeds), "arguments": plain_data(arguments or {}),
         "batch": batch,
     }  # fmt: skip
-    state = started(folder, settings)
+    asked = [
+        {"category": category, "prompt": prompt, "seed": seed}
+        for (category, prompt), seed in zip(prompts, seeds, strict=True)
+    ]
+    four = reference == "float32" and pipe.dtype != torch.float32
+    state = started(folder, settings, asked, dict.fromkeys((OURS, FLOOR, *[STOCK] * four), ("psnr_db", "ssim")))
     (folder / "pictures").mkdir(exist_ok=True)
     scores: dict[str, Callable] = {} if clip is None else {"clip": clip}
     zeros = torch.zeros(1, 3, 64, 64, dtype=torch.float32, device="cpu")
@@ -96,18 +99,17 @@ def rate(
             middle = x[:, x.shape[1] // 2] if x.dim() == 5 else x
             measured.setdefault(way, {}).update({key: score(middle, texts) for key, score in scores.items()})
         rows = []
-        for i, (category, prompt) in enumerate(prompts[part]):
+        for i, own_words in enumerate(asked[part]):
             own = {
                 way: {key: values[i] for key, values in found.items() if values[i] is not None}
                 for way, found in measured.items()
             }
             number = part.start + i
-            row = {"category": category, "prompt": prompt, "seed": seeds[number], "metrics": own, "calls": calls}
+            row = {"number": number, **own_words, "metrics": own, "calls": calls}
             rows.append(row | {"pictures": _saved(drawn, i, number, folder)})
         return rows
 
-    ways = 4 if reference == "float32" and pipe.dtype != torch.float32 else 3
-    return go_on(state | {"notes": notes}, folder, len(prompts), batch, measure, summarise, progress, ways * steps)
+    return go_on(state | {"notes": notes}, folder, len(asked), batch, measure, summarise, progress, (3 + four) * steps)
 
 
 def go_on(
@@ -115,32 +117,22 @@ def go_on(
     measure: Callable[[slice, Tick], list[dict[str, Any]]],
     summarised: Callable[[list[dict[str, Any]]], dict[str, Any]], progress: Progress, ticks: int,
 ) -> dict[str, Any]:  # fmt: skip
-    """Measure what a rating lacks, batch by batch, and write rating.json after each.
+    """Measure the batches in which a rating lacks rows, and write rating.json after each.
 
     Args:
         state: of `started`. count: rows when it is done. measure: returns the rows of a part; calls what it is given
             `ticks` times. summarised: returns summary and verdict of rows.
     """
-    with progress(ticks * -(-count // batch), ticks * -(-len(state["rows"]) // batch)) as tick:
-        for start in range(len(state["rows"]), count, batch):
-            state["rows"] += measure(slice(start, min(start + batch, count)), tick)
+    rows = {row["number"]: row for row in state["rows"]}
+    parts = [range(start, min(start + batch, count)) for start in range(0, count, batch)]
+    missing = [part for part in parts if not rows.keys() >= set(part)]
+    with progress(ticks * len(parts), ticks * (len(parts) - len(missing))) as tick:
+        for part in missing:
+            rows |= {row["number"]: row for row in measure(slice(part.start, part.stop), tick)}
+            state["rows"] = [rows[number] for number in sorted(rows)]
             state |= summarised(state["rows"])
             write_state(state, folder)
-    return state
-
-
-def own_settings(target: Any, name: str, config: SageAttnProcessor) -> dict[str, Any]:
-    """Return settings of every rating: model, options, and where it runs."""
-    device = target.device
-    return {
-        "model": name, "options": repr(config), "dtype": str(target.dtype), "device": device.type,
-        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else "", "version": __version__,
-    }  # fmt: skip
-
-
-def write_state(state: dict[str, Any], folder: Path) -> None:
-    """Write rating.json."""
-    write_whole(folder / "rating.json", json.dumps(plain_data(state), indent=1, allow_nan=False).encode())
+    return state if missing else state | summarised(state["rows"])
 
 
 def append_rows(path: Path, name: str, state: dict[str, Any], recipe: str) -> None:
@@ -152,32 +144,6 @@ def append_rows(path: Path, name: str, state: dict[str, Any], recipe: str) -> No
         ran, others = (state["summary"][key] if own else 0 for key in ("int8_calls", "other_calls"))
         found.append(quality.Quality(case, own, values["psnr_db"], values["ssim"], ran, others))
     quality.append_results(path, name, found, device=device)
-
-
-def started(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the rating that a folder holds, or a new one without rows.
-
-    Raises: ValueError if the folder's rating has other settings.
-    """
-    file = folder / "rating.json"
-    settings = json.loads(json.dumps(plain_data(settings)))
-    if not file.is_file():
-        folder.mkdir(exist_ok=True)
-        return {"settings": settings, "rows": []}
-    try:
-        state: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        before, _ = state["settings"], len(state["rows"])
-    except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(
-            f"{file}: got a file that is damaged or no rating, expected one that `rate` wrote: remove it to begin "
-            "anew, or choose another --output"
-        ) from error
-    other = [key for key in settings if key not in before or before[key] != settings[key]]
-    if other:
-        raise ValueError(
-            f"{folder} holds a rating with another {', '.join(other)}: choose another --output or remove it"
-        )
-    return state
 
 
 def _drawn(pipe, texts, seeds, config, reference, draw) -> tuple[dict[str, torch.Tensor], Calls]:
@@ -243,7 +209,7 @@ def averaged(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
                 values.setdefault(way, {}).setdefault(key, []).append(value)
     ours, floor = values[OURS], values[FLOOR]
     apart = {key: list(metrics.paired_interval(ours[key], floor[key])) for key in ours if key in floor}
-    calls = Calls(*(sum(numbers) for numbers in zip(*(row["calls"] for row in rows), strict=True)))
+    calls = Calls.total(row["calls"] for row in rows)
     return {
         "means": {way: {key: list(metrics.mean_interval(x)) for key, x in own.items()} for way, own in values.items()},
         "ours_minus_floor": apart,
@@ -259,25 +225,25 @@ def ran(summary: dict[str, Any]) -> Calls:
 def _verdict(count: int, summary: dict[str, Any]) -> str:
     """Return the rating in one sentence."""
     if not ran(summary).ran:
-        return f"Not rated: {NOTHING_RAN}."
+        return f"Not rated: {NOTHING_RAN}{ran(summary).reason}."
     means, worst = summary["means"], summary["worst_psnr_db"]
+    are_clips = "flicker" in means[OURS]
+    drawn, frames = ("clips", ", means over frames") if are_clips else ("pictures", "")
     ours, floor = (means[way]["psnr_db"][0] for way in (OURS, FLOOR))
     apart = metrics.Interval(*summary["ours_minus_floor"]["psnr_db"])
     if count < LEAST_PAIRS:
-        head = (
-            f"{count} of at least {LEAST_PAIRS} pictures, too few to say how INT8 compares with another exact kernel"
-        )
+        head = f"{count} of at least {LEAST_PAIRS} {drawn}, too few to say how INT8 compares with another exact kernel"
     elif floor == quality.PSNR_CEILING:
-        head = "Another exact kernel draws the very same pictures here; INT8 does not"
+        head = f"Another exact kernel draws the very same {drawn} here; INT8 does not"
     elif apart.low > 0:
         head = "INT8 is nearer to the reference than another exact kernel"
     elif apart.high >= 0:
-        head = "INT8 is no further from the reference than another exact kernel, as far as these pictures tell"
+        head = f"INT8 is no further from the reference than another exact kernel, as far as these {drawn} tell"
     else:
         interval = f"{-apart.value:.1f} dB ({-apart.high:.1f} to {-apart.low:.1f})"
         head = f"INT8 is {interval} further from the reference than another exact kernel"
     return (
         f"{head}: PSNR {ours:.1f} dB, where the other kernel has {floor:.1f}; SSIM "
-        f"{means[OURS]['ssim'][0]:.4f} and {means[FLOOR]['ssim'][0]:.4f}; worst of {count} pictures "
-        f"{worst:.1f} dB; {ran(summary).in_words()}."
+        f"{means[OURS]['ssim'][0]:.4f} and {means[FLOOR]['ssim'][0]:.4f}; worst of {count} {drawn} "
+        f"{worst:.1f} dB{frames}; {ran(summary).in_words()}."
     )

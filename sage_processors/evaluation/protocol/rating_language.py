@@ -13,25 +13,17 @@ import torch
 from ...options import SageAttnProcessor
 from ...reporting.layer_report import NOTHING_RAN
 from .. import language
-from .rating import (
-    FLOOR,
-    OURS,
-    REFERENCE,
-    STOCK,
-    Progress,
-    Tick,
-    another_kernel,
-    averaged,
-    go_on,
-    own_settings,
-    ran,
-    started,
-    unseen,
-)
+from .kept import FLOOR, OURS, REFERENCE, STOCK, own_settings, started
+from .rating import Progress, Tick, another_kernel, averaged, go_on, ran, unseen
 from .timing import Calls
 
 
 CACHED = "int8, with an INT8 cache"
+COMPARED = ("loss", "kl", "identical", "same_tokens")
+REQUIRED = {  # {way: metrics} of every window's row
+    STOCK: ("loss", "kl"), REFERENCE: ("loss",), FLOOR: COMPARED, OURS: (*COMPARED, "kv_bytes"),
+    CACHED: ("loss", "identical", "same_tokens", "kv_bytes"),
+}  # fmt: skip
 CHUNK = 16  # tokens of a call that reads the INT8 cache
 CASES = {STOCK: "stock", REFERENCE: "stock_fp32", OURS: "prefill", CACHED: "prefill_kv"}  # of results.csv
 FIGURES: tuple[tuple[str, str, str, Callable[[list[float]], float]], ...] = (  # of rows, and of results.csv
@@ -69,10 +61,11 @@ def rate_texts(
         own = windows[part]
         rows = _texts(model, own, config, new_tokens) if writes else _embeddings(model, own, config)
         tick()
-        return rows
+        return [{"number": part.start + i, **row} for i, row in enumerate(rows)]
 
-    state, summarised = started(folder, settings) | {"notes": []}, _of_texts if writes else _of_embeddings
-    return go_on(state, folder, len(windows), batch, measure, summarised, progress, 1)
+    required = REQUIRED if writes else dict.fromkeys((STOCK, FLOOR, OURS), ("distance",))
+    state = started(folder, settings, [{}] * len(windows), required) | {"notes": []}
+    return go_on(state, folder, len(windows), batch, measure, _of_texts if writes else _of_embeddings, progress, 1)
 
 
 @torch.no_grad()
@@ -91,9 +84,9 @@ def _texts(model, part: torch.Tensor, config, new_tokens: int) -> list[dict[str,
     }
     found.setdefault(REFERENCE, {"loss": found[STOCK]["loss"]})
     found[FLOOR] = {"loss": loss, "first": language.first_differences(text, results["stock"].tokens)}
-    divergences = _divergences(model, part.to(model.device), config)
+    divergences, why = _divergences(model, part.to(model.device), config)
     cached = results["prefill_kv"]
-    calls = Calls(cached.int8_calls, sum(cached.exact.values()), *cached.linear_calls)
+    calls = Calls(cached.int8_calls, sum(cached.exact.values()), *cached.linear_calls, cached.cache_calls, why)
     rows = []
     for i in range(len(part)):
         own = {way: {"loss": values["loss"][i].item()} for way, values in found.items()}
@@ -109,14 +102,15 @@ def _texts(model, part: torch.Tensor, config, new_tokens: int) -> list[dict[str,
     return rows
 
 
-def _divergences(model, part: torch.Tensor, config) -> dict[str, list[float]]:
-    """Return KL divergences to the model in fp32, in nats per token of each window."""
+def _divergences(model, part: torch.Tensor, config) -> tuple[dict[str, list[float]], str]:
+    """Return KL divergences to the model in fp32, in nats per token of each window, and `why` of INT8's calls."""
     with language.float32_copy(model) as exact:
         wanted = _log_probabilities(exact, part)
-    return {
-        way: (wanted.exp() * (wanted - found)).sum(-1).mean(-1).tolist()
-        for way, found, _ in _in_each_way(model, config, lambda: _log_probabilities(model, part))
-    }
+    divergences, why = {}, ""
+    for way, found, calls in _in_each_way(model, config, lambda: _log_probabilities(model, part)):
+        divergences[way] = (wanted.exp() * (wanted - found)).sum(-1).mean(-1).tolist()
+        why = calls.why if calls else why
+    return divergences, why
 
 
 def _log_probabilities(model, part: torch.Tensor) -> torch.Tensor:
@@ -155,7 +149,7 @@ def _in_each_way(model, config, run: Callable[[], torch.Tensor]) -> Iterator[tup
 def _of_texts(rows: list[dict[str, Any]]) -> dict[str, Any]:
     summary = averaged(rows)
     if not ran(summary).ran:
-        return {"summary": summary, "verdict": f"Not rated: {NOTHING_RAN}."}
+        return {"summary": summary, "verdict": f"Not rated: {NOTHING_RAN}{ran(summary).reason}."}
     means = summary["means"]
     ratios = [_ratio(means, way) for way in (OURS, CACHED)]
     summary |= {"perplexity_ratio": ratios[0], "perplexity_ratio_cache": ratios[1]}
@@ -182,7 +176,7 @@ def _of_embeddings(rows: list[dict[str, Any]]) -> dict[str, Any]:
         f"Embeddings in INT8 are {ours:.2g} from fp32's (1 - cosine, mean of {len(rows)} texts; worst {worst:.2g}), "
         f"where stock is {stock:.2g} and another exact kernel {floor:.2g}; {ran(summary).in_words()}."
     )
-    verdict = said if ran(summary).ran else f"Not rated: {NOTHING_RAN}."
+    verdict = said if ran(summary).ran else f"Not rated: {NOTHING_RAN}{ran(summary).reason}."
     return {"summary": summary | {"worst_distance": worst}, "verdict": verdict}
 
 

@@ -9,13 +9,15 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 
 from ...options import SageAttnProcessor
+from ...reporting.layer_report import counts
+from ...reporting.layer_report import reasons as in_16_bit
 from ..quality import generate
 
 
@@ -41,18 +43,35 @@ class Timing(NamedTuple):
 
 
 class Calls(NamedTuple):
-    """What a handle reports to have run: calls of attention and of linear layers, in 8 bit and otherwise."""
+    """What a handle reports to have run: calls of attention and of linear layers, in 8 bit and otherwise.
+
+    Attributes:
+        cache_calls: those of int8_calls that read an INT8 cache.
+        why: why no attention call, or no linear layer's, ran in 8 bit; "" if both did or nothing is known.
+    """
 
     int8_calls: int
     other_calls: int
     linear_calls: int
     other_linear_calls: int
+    cache_calls: int = 0
+    why: str = ""
 
     @classmethod
     def of(cls, report: Any) -> Calls:
         linears = report.linears
-        others = (0, 0) if linears is None else (linears.ran, sum(linears.fallbacks.values()))
-        return cls(report.calls, sum(report.fallbacks.values()), *others)
+        ran, others = (0, 0) if linears is None else (linears.ran, sum(linears.fallbacks.values()))
+        cached = sum(row.get("cache_calls", 0) for row in report.rows)
+        idle = {"attention": report, "linear layers": linears}
+        said = [f"{what}: {reason}" for what, part in idle.items() if part and (reason := _why_idle(part))]
+        return cls(report.calls, sum(report.fallbacks.values()), ran, others, cached, "; ".join(said))
+
+    @classmethod
+    def total(cls, several: Iterable[Sequence[Any]]) -> Calls:
+        """Return the sum of several, with the first reason."""
+        parts = [cls(*one) for one in several]
+        numbers = [sum(int(part[i]) for part in parts) for i in range(5)]
+        return cls._make([*numbers, next((part.why for part in parts if part.why), "")])
 
     @property
     def ran(self) -> bool:
@@ -60,15 +79,32 @@ class Calls(NamedTuple):
         return bool(self.int8_calls or self.linear_calls)
 
     def in_words(self) -> str:
-        """Say which part ran in 8 bit."""
+        """Say which part ran in 8 bit, and why another did not."""
+        of_cache = self.cache_calls == self.int8_calls > 0 < self.other_calls  # prompts ran in 16 bit
         said = [
             f"{ran / (ran + others):.0%} of {what}" if ran else f"no {one}"
             for what, one, ran, others in (
-                ("attention calls", "attention call", self.int8_calls, self.other_calls),
+                ("attention calls", "attention call", 0 if of_cache else self.int8_calls, self.other_calls),
                 ("linear layers' calls", "linear layer", self.linear_calls, self.other_linear_calls),
             )
         ]
-        return f"{' and '.join(said)} ran in 8 bit"
+        words = f"{' and '.join(said)} ran in 8 bit"
+        words += ": of attention, the cache alone is in 8 bit" * of_cache
+        return words + self.reason * (not self.int8_calls or not self.linear_calls)
+
+    @property
+    def reason(self) -> str:
+        """Why something did not run, in brackets."""
+        return f" ({self.why})" * bool(self.why)
+
+
+def _why_idle(report: Any) -> str:
+    """Return why no call of a report ran in 8 bit: what its layers are, or why their calls were in 16 bit."""
+    if report.ran:
+        return ""
+    idle = counts(row["status"] for row in report.rows if row["status"] != "active")
+    idle = idle.replace(" small", " of too few features (min_features)")
+    return ", ".join(filter(None, (idle, in_16_bit(report.fallbacks) if report.fallbacks else "")))
 
 
 def time_calls(
@@ -175,7 +211,7 @@ def verdict(found: dict[str, Timing], calls: Calls, device: torch.device, what: 
     numbers = f"{_seconds_of(ours)} s a {what}, stock {_seconds_of(stock)} s ({ratio:.2f})"
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
     if not calls.ran:
-        return f"No: nothing of this model ran in 8 bit on {name}, {numbers}."
+        return f"No: nothing of this model ran in 8 bit on {name}, {numbers}{calls.reason}."
     if device.type != "cuda":
         said = f"No GPU, so INT8 ran in its reference, whose times say nothing about a GPU: {numbers}"
         return f"{said}; {calls.in_words()}."
