@@ -37,7 +37,7 @@ def check_file(path: Path | None, option: str, suffix: str) -> None:
 
 
 def check_folder(folder: Path, option: str, files: Iterable[str], folders: Iterable[str]) -> None:
-    """Raise typer.BadParameter unless a folder is there or can be made, with room for these files and folders.
+    """Raise typer.BadParameter unless these files and folders can be written into a folder.
 
     The first of `files` is what all of them were written with: without it the others are somebody else's.
     """

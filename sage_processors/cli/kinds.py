@@ -1,4 +1,4 @@
-"""What kind of model a name stands for, and which options of `time` and `rate` mean something for it."""
+"""The kind of a model, and the options of `time` and `rate` that mean something for it."""
 
 from __future__ import annotations
 
@@ -166,7 +166,9 @@ def _refuse_all_in_16_bit(looked: Looked, config: SageAttnProcessor) -> None:
 
 
 def fitting(looked: Looked, option: str, given: int | None, usual: int, more: int = 0) -> int:
-    """Return the tokens of a text: those given or, without, as many of the usual ones as the model has room for.
+    """Return the number of tokens of a text.
+
+    Without a given number, as many of the usual ones as the model has room for.
 
     more: tokens that come on top. Raises: typer.BadParameter if they don't fit.
     """

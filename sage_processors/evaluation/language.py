@@ -329,7 +329,10 @@ def with_attention(model, name: str):
 
 
 def _calls(model) -> tuple[int, int, dict[str, int], tuple[int, int]]:
-    """Return attention calls in INT8 and on an INT8 cache, 16-bit ones by reason, and calls of linear layers."""
+    """Return the calls of attention, of the cache and of linear layers.
+
+    Attention calls in INT8 and on an INT8 cache, 16-bit ones by reason, and linear layers' calls.
+    """
     from ..language.attention import attention_report
 
     report = attention_report(model)

@@ -126,7 +126,9 @@ def check_rows(
     required: Mapping[str, Sequence[str]],
     folder: Path,
 ) -> None:
-    """Raise ValueError, TypeError, KeyError or AttributeError unless these are rows as a rating writes them.
+    """Check rows of a rating.json.
+
+    Raises: ValueError, TypeError, KeyError or AttributeError unless a rating wrote them so.
 
     Args: of `started`.
     """

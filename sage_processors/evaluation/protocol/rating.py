@@ -218,7 +218,7 @@ def averaged(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def ran(summary: dict[str, Any]) -> Calls:
-    """Return what ran of all that a rating measured."""
+    """Return the calls of all measurements of a rating."""
     return Calls(*(summary[name] for name in Calls._fields))
 
 

@@ -1,4 +1,7 @@
-"""Rate models of text beside another exact kernel: language models by token, sentence encoders by embedding."""
+"""Rate language models by token, and sentence encoders by embedding.
+
+INT8 stands beside another exact kernel.
+"""
 
 from __future__ import annotations
 
@@ -103,7 +106,10 @@ def _texts(model, part: torch.Tensor, config, new_tokens: int) -> list[dict[str,
 
 
 def _divergences(model, part: torch.Tensor, config) -> tuple[dict[str, list[float]], str]:
-    """Return KL divergences to the model in fp32, in nats per token of each window, and `why` of INT8's calls."""
+    """Return KL divergences to the model in fp32, in nats per token of each window.
+
+    Beside them `why`, the reasons of INT8's calls in 16 bit.
+    """
     with language.float32_copy(model) as exact:
         wanted = _log_probabilities(exact, part)
     divergences, why = {}, ""

@@ -43,7 +43,7 @@ class Timing(NamedTuple):
 
 
 class Calls(NamedTuple):
-    """What a handle reports to have run: calls of attention and of linear layers, in 8 bit and otherwise.
+    """Calls of attention and of linear layers that a handle reports, in 8 bit and in 16 bit.
 
     Attributes:
         cache_calls: those of int8_calls that read an INT8 cache.
@@ -140,7 +140,10 @@ def _seconds(call: Callable[[int], Any], steps: int, device: torch.device) -> fl
 
 
 def picture_call(pipe: Any, prompt: str, arguments: dict[str, Any]) -> Callable[[int], None]:
-    """Return a call that draws a picture or clip with so many steps. arguments: more for the pipeline's call."""
+    """Return a function of a number of steps, for drawing a picture or clip.
+
+    arguments: more for the pipeline's call.
+    """
 
     def call(steps: int) -> None:
         generate(pipe, [prompt], [0], steps=steps, **arguments)
@@ -149,7 +152,10 @@ def picture_call(pipe: Any, prompt: str, arguments: dict[str, Any]) -> Callable[
 
 
 def text_call(model: Any, prompt_tokens: int) -> Callable[[int], None]:
-    """Return a call that writes so many tokens behind a prompt, with the cache that `generate` makes."""
+    """Return a function of a number of tokens, for writing them behind a prompt.
+
+    The cache is the one that `generate` makes.
+    """
     ids = _some_tokens(model, prompt_tokens)
 
     def call(number: int) -> None:

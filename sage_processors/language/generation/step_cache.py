@@ -120,7 +120,10 @@ class StepCache(Cache):
         return not self.is_held() if promised is None else promised is cache
 
     def offer(self, cache: Any) -> bool:
-        """Let the layers of an empty cache take the buffers for their own when they allocate. False if they can't."""
+        """Offer the buffers to the layers of an empty cache. Returns False if they don't fit.
+
+        The layers take them when they would allocate.
+        """
         if len(cache.layers) != len(self.layers) or self.kind[1] != torch.is_inference_mode_enabled():
             return False
         for layer, own in zip(cache.layers, self.layers, strict=True):
@@ -198,7 +201,10 @@ class Buffers:
         self.sets: list[StepCache] = []
 
     def offer(self, cache: Any) -> None:
-        """Let an empty static cache use the buffers of one that is gone, so that a prompt needs none beside them."""
+        """Offer the buffers of a cache that is gone to an empty static cache.
+
+        Else its prompt would need others beside them.
+        """
         if cache.offloading or cache._has_cross_attention:  # never decodes from graphs
             return
         for one in self.sets:
