@@ -52,8 +52,9 @@ class Looked:
     @property
     def room(self) -> int | None:
         """Most tokens of a text model; None without a limit."""
-        room: int | None = getattr(self.skeleton.config.get_text_config(), "max_position_embeddings", None)
-        return room
+        from ..evaluation.language import positions
+
+        return positions(self.skeleton)
 
 
 def look_at(name: str) -> Looked:

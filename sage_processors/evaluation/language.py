@@ -352,12 +352,22 @@ def embeddings(model, ids: torch.Tensor, mask: torch.Tensor | None = None) -> to
     return torch.nn.functional.normalize((hidden * counted).sum(1) / counted.sum(1), dim=-1)
 
 
+def positions(model) -> int | None:
+    """Return the most tokens that a model knows positions for; None without a limit."""
+    rows: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    for name, module in model.named_modules():
+        before = getattr(module, "padding_idx", None) if name.endswith("position_embeddings") else None
+        if rows is not None and before is not None:  # RoBERTa's positions begin behind the one of padding
+            return rows - before - 1
+    return rows
+
+
 def _check_tokens(model, name: str, tokens: torch.Tensor, more: int) -> None:
     """Raise ValueError unless tokens are ids [rows, length] and fit the model with `more` new ones."""
     if not isinstance(tokens, torch.Tensor) or tokens.dtype != torch.int64 or tokens.ndim != 2 or not tokens.numel():
         got = f"{tokens.dtype} {tuple(tokens.shape)}" if isinstance(tokens, torch.Tensor) else type(tokens).__name__
         raise ValueError(f"{name}: got {got}, expected token ids, int64 [rows, tokens], at least one row")
-    room = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    room = positions(model)
     if room is not None and tokens.shape[1] + more > room:
         raise ValueError(
             f"{name}: got {tokens.shape[1]} tokens{f' and {more} new ones' if more else ''}, expected at most {room} "

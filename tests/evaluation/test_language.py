@@ -265,6 +265,22 @@ def test_perplexity_refuses(model, ids, options, message):
         language.perplexity(model, ids, **options)
 
 
+@pytest.mark.parametrize(("kind", "most"), [("Bert", 40), ("Roberta", 38), ("XLMRoberta", 38)])
+def test_positions_behind_the_one_of_padding_are_not_for_tokens(kind, most):
+    import transformers
+
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
+        max_position_embeddings=40, pad_token_id=1,
+    )  # fmt: skip
+    encoder = getattr(transformers, f"{kind}Model")(config).eval()
+    assert language.positions(encoder) == most
+    with torch.no_grad():
+        encoder(torch.full((1, most), 5))
+        with pytest.raises((IndexError, RuntimeError)):
+            encoder(torch.full((1, most + 1), 5))
+
+
 def test_chat_ids_takes_a_question_or_a_conversation(tokenizer):
     said = [{"role": "user", "content": "Hello!"}]
     assert torch.equal(language.chat_ids(tokenizer, "Hello!"), language.chat_ids(tokenizer, said))
