@@ -132,13 +132,19 @@ def run(provider: str, model: Any, ids: torch.Tensor, new: int) -> dict[str, Any
     return {"first": first, "times": (p20, median, p80), "tokens": out[:, ids.shape[1] :], "peak": peak}
 
 
-def save_rows(options: Any, name: str, shape: Any, provider: str, found: dict[str, Any], stock: float | None) -> None:
-    """Append the rows of one provider. shape: config of the model. stock: ms a token of the run's fastest stock."""
+def save_rows(
+    options: Any, case: tuple[str, int], shape: Any, provider: str, found: dict[str, Any], stock: float | None
+) -> None:
+    """Append the rows of one provider.
+
+    Args: case: its name, and tokens of the prompt. shape: config of the model. stock: ms a token of the run's fastest.
+    """
+    name, context = case
     preset = f"preset_{provider}" if provider in ("fast", "small") else provider
     shared = {
         "suite": "generate", "case": name, "provider": "sage_kernels" if provider in OURS else provider,
         "recipe": preset if provider in OURS else "", "batch": options.batch, "heads": shape.num_attention_heads,
-        "kv_heads": shape.num_key_value_heads, "seq_q": 1, "seq_k": int(name.split("_")[2].partition("/")[0]),
+        "kv_heads": shape.num_key_value_heads, "seq_q": 1, "seq_k": context,
         "head_dim": shape.head_dim, "causal": True,
     }  # fmt: skip
     p20, median, p80 = (f"{value:.4f}" for value in found["times"])
@@ -192,7 +198,9 @@ def main(arguments: list[str] | None = None) -> int:
             unsaved.append(provider)
             if save and (not provider.startswith("stock") or provider == order[-1]):  # all of stock ran
                 while unsaved:
-                    save_rows(options, name, shape, unsaved[0], found[unsaved.pop(0)], min(stock, default=None))
+                    save_rows(
+                        options, (name, context), shape, unsaved[0], found[unsaved.pop(0)], min(stock, default=None)
+                    )
     return int(failed > 0)
 
 

@@ -78,12 +78,12 @@ def draw_rivals(rows: Rows):
     """
     rows = [r for r in rows if r["suite"] == "attention_fwd" and r["metric"] == "throughput"]
     rows = [r for r in rows if r["case"].endswith(f"/{DRIFT}")]
-    packages = {
-        commit: {r["provider"] for r in rows if r["commit"] == commit} for commit in {r["commit"] for r in rows}
-    }
-    if not packages:
+    if not rows:
         return None
-    run = max((r["commit"] for r in reversed(rows)), key=lambda commit: len(packages[commit]))
+    packages: dict[str, set[str]] = {}
+    for row in reversed(rows):  # newest first: of as many, the newest run
+        packages.setdefault(row["commit"], set()).add(row["provider"])
+    run = max(packages, key=lambda commit: len(packages[commit]))
     rows = newest([r for r in rows if r["commit"] == run])
     names = list(dict.fromkeys(_provider(row) for row in rows))
     shapes = list(dict.fromkeys(row["case"] for row in rows))

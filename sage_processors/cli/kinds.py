@@ -169,9 +169,8 @@ def _refuse_all_in_16_bit(looked: Looked, config: SageAttnProcessor) -> None:
 def fitting(looked: Looked, option: str, given: int | None, usual: int, more: int = 0) -> int:
     """Return the number of tokens of a text.
 
-    Without a given number, as many of the usual ones as the model has room for.
-
-    more: tokens that come on top. Raises: typer.BadParameter if they don't fit.
+    Args: given: by the user; None: as many of the `usual` ones as the model has room for. more: tokens on top.
+    Raises: typer.BadParameter if they don't fit.
     """
     room = looked.room
     tokens = given if given is not None else usual if room is None else max(min(usual, room - more), 2)

@@ -13,7 +13,8 @@ import pytest
 pytest.importorskip("matplotlib", reason="the notebooks extra is not installed")
 from PIL import Image  # noqa: E402
 
-from tests.support.repository import ROOT
+from sage_kernels.results import DRIFT, append_row, read_rows  # noqa: E402
+from tests.support.repository import ROOT  # noqa: E402
 
 
 sys.path.append(str(ROOT / "notebooks"))
@@ -51,6 +52,18 @@ def test_the_projects_own_results_make_the_same_files_twice(plots, tmp_path):
         picture = Image.open(file)
         assert min(picture.size) > 150 and len(picture.convert("RGB").getcolors(1 << 20)) > 8
         assert file.stat().st_size < 100_000
+
+
+def test_rivals_are_of_the_run_of_most_packages(plots, tmp_path):
+    path = tmp_path / "results.csv"
+    timed = {"suite": "attention_fwd", "case": f"D128_N4096_full/{DRIFT}", "metric": "throughput", "unit": "TFLOPS"}
+    for commit, names in (("a", ("flash_attn_3", "sageattention_2")), ("b", ("flash_attn_4",))):
+        for name in ("torch_sdpa_cudnn", *names):
+            append_row(path, **timed, commit=commit, gpu="H200", provider=name, median=500)
+    (place,) = plots.draw_rivals(read_rows(path)).axes
+    assert [label.get_text() for label in place.get_yticklabels()] == [
+        "torch_sdpa_cudnn", "flash_attn_3", "sageattention_2"
+    ]  # fmt: skip
 
 
 def test_committed_figures_are_there():

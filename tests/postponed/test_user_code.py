@@ -11,7 +11,7 @@ from torch import nn
 
 import sage_processors as sp
 from sage_processors.postponed.block import is_enclosed
-from sage_processors.postponed.enclosure import Enclosure
+from sage_processors.postponed.enclosure import Enclosure, _is_dynamo_active
 from sage_processors.postponed.region import opened
 from sage_processors.postponed.tensor import Postponed
 from tests.linears.counting import relative_error
@@ -329,13 +329,14 @@ def test_a_copy_of_a_block_has_an_enclosure_of_its_own():
 
 
 def test_nothing_waits_in_what_compiled_code_calls_behind_a_graph_break():
-    """Dynamo would compile our code there, and see what waits; it ended in an error of Dynamo's own."""
-    block, answers = nn.Sequential(nn.Linear(4, 4)), []
+    """Dynamo would compile our code there, and see what waits."""
+    block, answers, active = nn.Sequential(nn.Linear(4, 4)), [], []
     enclosures = Enclosure(), Enclosure()
     assert enclosures[0].is_closed(block)
 
     def ask():
         answers.extend(enclosure.is_closed(block) for enclosure in enclosures)
+        active.append(_is_dynamo_active())  # for frames that Dynamo leaves as they are
 
     asked = torch._dynamo.disable(ask, recursive=False)
 
@@ -347,3 +348,4 @@ def test_nothing_waits_in_what_compiled_code_calls_behind_a_graph_break():
 
     run(torch.ones(2))
     assert answers == [False, False] and enclosures[0].is_closed(block)
+    assert active == [True] and not _is_dynamo_active()

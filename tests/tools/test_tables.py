@@ -10,6 +10,7 @@ from sage_kernels.results import append_row, is_without_int8, read_rows
 from tests.support.repository import ROOT
 from tools.headline import FIGURES, figures_markdown
 from tools.pages import PAGES, main, replace_sections, sections
+from tools.peer_tables import peer_models
 from tools.scaling_tables import PIPELINES, SHAPES, scaling_front
 from tools.tables import results_markdown
 
@@ -129,3 +130,17 @@ def test_the_time_of_a_way_counts_its_steps_in_16_bit():
     assert scaling_front(rows[1:]).startswith("No rows yet")  # one shape was not timed
     lines = scaling_front(rows).splitlines()[-3:]  # planned, the same with kept steps, a scale a token
     assert [line.split(" | ")[-1].strip(" |") for line in lines] == ["0.50", "0.58", "0.50"]
+
+
+def test_other_packages_stand_in_their_newest_runs_and_no_16_bit_passes_for_int8(tmp_path):
+    path = tmp_path / "results.csv"
+    timed = {"suite": "picture", "case": "flux_1024", "gpu": "H200", "metric": "time", "unit": "s"}
+    for commit, others in (("a", ("sageattention_2", "flash_attn_4")), ("b", ("sageattention_2",))):
+        append_row(path, **timed, commit=commit, provider="torch_sdpa_default", median=5)
+        append_row(path, **timed, commit=commit, provider="sage_kernels", recipe=DEFAULT_RECIPE, median=4,
+                   rel_l2_error="0.00000" if commit == "b" else "0.01200")  # fmt: skip
+        for provider in others:
+            append_row(path, **timed, commit=commit, provider=provider, median=3 if commit == "b" else 6)
+    _, _, first, second = peer_models(read_rows(path)).splitlines()
+    assert first == "| flux_1024 | a | 5 | 4 (1.2%) | 6 | 6 |"
+    assert second == "| flux_1024 | b | 5 | 4 (all in 16 bit) | 3 | – |"

@@ -128,9 +128,8 @@ def check_rows(
 ) -> None:
     """Check rows of a rating.json.
 
+    Args: asked, required, folder: of `started`.
     Raises: ValueError, TypeError, KeyError or AttributeError unless a rating wrote them so.
-
-    Args: of `started`.
     """
     seen = set()
     for row in rows:

@@ -166,7 +166,7 @@ def text_call(model: Any, prompt_tokens: int) -> Callable[[int], None]:
 
 
 def embedding_call(model: Any, tokens: int) -> Callable[[int], None]:
-    """Return a call that reads a text of so many tokens so many times."""
+    """Return a function of a number of calls, in each of which an encoder reads the same text."""
     ids = _some_tokens(model, tokens)
 
     @torch.no_grad()

@@ -94,7 +94,7 @@ class StepCache(Cache):
         slots = min((x["k_codes"].shape[2] for x, ring, _ in layers if not ring), default=0)
         self.padding = torch.ones(codes.shape[0], slots, dtype=torch.bool, device=codes.device)
         self._holders: list[Any] = []
-        self._promised: Any = None  # weak reference to the cache that was offered the buffers last
+        self._promised: Any = None  # weak reference to the cache that was offered the buffers; None once lent
 
     def is_held_by(self, cache: Any) -> bool:
         """True if the cache's layers hold these buffers. Runs before every replay, so it is short."""
@@ -117,7 +117,8 @@ class StepCache(Cache):
     def is_free(self, cache: Any) -> bool:
         """Return True if no other living cache than this one holds the buffers or was offered them."""
         promised = None if self._promised is None else self._promised()
-        return not self.is_held() if promised is None else promised is cache
+        is_open = promised is not None and any(getattr(layer, "lent", None) is not None for layer in promised.layers)
+        return promised is cache or not (is_open or self.is_held())
 
     def offer(self, cache: Any) -> bool:
         """Offer the buffers to the layers of an empty cache. Returns False if they don't fit.
@@ -146,7 +147,7 @@ class StepCache(Cache):
                     continue
                 number = min(seen, to.shape[2]) if name in BUFFERS else None
                 to[:, :, :number].copy_(x[:, :, :number])
-        self._holders = [weakref.ref(layer) for layer in cache.layers]
+        self._holders, self._promised = [weakref.ref(layer) for layer in cache.layers], None
         self.is_checked = False
         for layer, own in zip(cache.layers, self.layers, strict=True):
             layer.__dict__.update(own.tensors)

@@ -212,10 +212,13 @@ def test_a_cache_of_another_batch_takes_buffers_of_its_own(graphs):
     tokens(model, sp.Int8KVCache(model.config, ROOM))
     (held,) = made.buffers.sets
     before = held.layers[0].tensors["k_codes"].clone()
-    ids = ids_of(3)
-    assert torch.equal(tokens(model, sp.Int8KVCache(model.config, ROOM), ids), eager("llama", ROOM, ids=ids))
+    ids, other = ids_of(3), sp.Int8KVCache(model.config, ROOM)
+    assert torch.equal(tokens(model, other, ids), eager("llama", ROOM, ids=ids))
     assert torch.equal(held.layers[0].tensors["k_codes"], before) and len(made.buffers.sets) == 2
-    assert held.is_free(None)
+    cache = sp.Int8KVCache(model.config, ROOM)  # gets them, though the other lives
+    with torch.no_grad():
+        model(ids_of(), past_key_values=cache, use_cache=True)
+    assert cache.layers[0].k_codes is held.layers[0].tensors["k_codes"] and other.layers[0].k_codes.shape[0] == 3
 
 
 def test_a_copy_of_a_cache_and_what_a_dead_one_gave_out_are_left_alone(graphs):
