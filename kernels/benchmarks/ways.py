@@ -24,9 +24,12 @@ from sage_processors.presets import PRESETS
 
 
 REMOVED, LINEARS = "removed", "linears"
-# In the order in which they run: rows of stock stand before ours; packages that may break the process come last
-NAMES = ("default", "cudnn", "compiled", "torch_flex", REMOVED, "int8", LINEARS, *PRESETS, *RIVALS)
-NAMES += tuple(name for name in ATTENTION_RIVALS if name not in NAMES)
+# In the order in which they run: rows of stock stand before ours; packages that may break the process come late, and
+# presets that free the model's weights come last
+_FREEING = tuple(name for name, options in PRESETS.items() if options["linears"].drop_weights)
+NAMES = ("default", "cudnn", "compiled", "torch_flex", REMOVED, "int8", LINEARS)
+NAMES += tuple(name for name in PRESETS if name not in _FREEING) + tuple(RIVALS)
+NAMES += tuple(name for name in ATTENTION_RIVALS if name not in NAMES) + _FREEING
 DEFAULT, CUDNN = "torch_sdpa_default", "torch_sdpa_cudnn"
 
 
