@@ -140,13 +140,14 @@ def run_of(row: dict[str, str], rows: list[dict[str, str]]) -> dict[str, dict[st
 def line_of(figure: Figure, rows: list[dict[str, str]]) -> tuple[str, ...] | None:
     """Return the cells of one line, or None if there is no row of ours or of stock called the same way.
 
-    The newest row of ours counts whose run has what the figure must stand beside.
+    The newest row of ours counts whose run has stock called the same way, and what the figure must stand beside.
     """
-    wanted = (figure.suite, figure.metric, figure.case, OURS, figure.recipe)
-    ours = [r for r in rows if (r["suite"], r["metric"], r["case"], r["provider"], r["recipe"]) == wanted]
+    own_key = (figure.suite, figure.metric, figure.case, OURS, figure.recipe)
+    ours = [r for r in rows if (r["suite"], r["metric"], r["case"], r["provider"], r["recipe"]) == own_key]
     runs = ((run_of(row, rows), float(row["median"])) for row in reversed(ours))
-    run, own = next((found for found in runs if figure.beside in ("", *found[0])), ({}, 0.0))
-    if figure.same_way not in run:
+    wanted = {figure.same_way, figure.beside} - {""}
+    run, own = next((found for found in runs if wanted <= found[0].keys()), ({}, 0.0))
+    if not run:
         return None
     best = max if figure.metric in COUNTED_UP else min
     fastest = best(run, key=lambda name: float(run[name]["median"]))

@@ -17,29 +17,9 @@ OTHERS = ("sageattention", "flash_attn", "torch_flex", "torchao")  # first lette
 def peers(rows: list[dict[str, str]]) -> str:
     """Return a table of attention of other packages and of ours, newest runs: TFLOPS and error, by shape."""
     rows = [row for row in rows if (row["suite"], row["metric"]) == ("attention_fwd", "throughput")]
-    ways = [("torch_sdpa_cudnn", ""), *(("sage_kernels", x) for x in (DEFAULT_RECIPE, FP8_RECIPE))]
-    return _of_runs(rows, PEER_CASES, "shape", "`make bench` with other packages installed", ways)
-
-
-def peer_models(rows: list[dict[str, str]]) -> str:
-    """Return the same table of whole pictures and clips, in seconds."""
-    rows = [row for row in rows if row["suite"] in ("picture", "clip") and row["metric"] == "time"]
-    cases = tuple(dict.fromkeys(row["case"] for row in rows if _is_whole(row["case"])))
-    ways = [
-        ("torch_sdpa_default", ""),
-        (COMPILED, ""),
-        *((OURS, x) for x in (DEFAULT_RECIPE, "preset_fast")),
-    ]
-    return _of_runs(rows, cases, "model", "`bench_pictures.py` with other packages installed", ways)
-
-
-def _of_runs(rows: list[dict[str, str]], cases: tuple[str, ...], what: str, without: str, ways: list) -> str:
-    """Return a table of each case's newest run with each of the other packages.
-
-    ways: (provider, recipe) of stock and of ours, the first columns.
-    """
-    lines, columns = [], list(ways)
-    for case in cases:
+    columns = [("torch_sdpa_cudnn", ""), *((OURS, x) for x in (DEFAULT_RECIPE, FP8_RECIPE))]
+    lines = []
+    for case in PEER_CASES:
         timed = [row for row in rows if row["case"] == case]
         newest = {row["provider"]: row["commit"] for row in timed if row["provider"].startswith(OTHERS)}
         for commit in dict.fromkeys(row["commit"] for row in timed if row["commit"] in newest.values()):
@@ -47,19 +27,45 @@ def _of_runs(rows: list[dict[str, str]], cases: tuple[str, ...], what: str, with
             columns += [key for key in run if key not in columns and key[0].startswith(OTHERS)]
             lines.append((case, commit, run))
     if not lines:
-        return f"No rows yet: {without}."
-
-    def cell(row: dict[str, str] | None) -> str:
-        if row is None:
-            return "–"
-        error = float(row["rel_l2_error"] or 0)
-        if row["rel_l2_error"] and not error:
-            return f"{row['median']} (all in 16 bit)"  # stock's bits
-        return row["median"] + (f" ({error:.1%})" if error else "")
-
+        return "No rows yet: `make bench` with other packages installed."
     columns = [key for key in columns if any(key in run for *_, run in lines)]
-    body = [[case, commit, *(cell(run.get(key)) for key in columns)] for case, commit, run in lines]
-    return markdown_table([what, "commit", *(recipe or provider for provider, recipe in columns)], body)
+    body = []
+    for case, commit, run in lines:
+        shown = [run.get(key) for key in columns]
+        body.append([case, commit, *("–" if row is None else row["median"] + _error(row) for row in shown)])
+    return markdown_table(["shape", "commit", *(recipe or provider for provider, recipe in columns)], body)
+
+
+def peer_models(rows: list[dict[str, str]]) -> str:
+    """Return a table of whole pictures and clips: each way's time as a share of compiled stock's in the same run.
+
+    The newest run of each way counts that has compiled stock.
+    """
+    timed = [row for row in rows if row["suite"] in ("picture", "clip") and row["metric"] == "time"]
+    timed = [row for row in timed if _is_whole(row["case"])]
+    compiled = {(row["case"], row["commit"], row["gpu"]): row for row in timed if row["provider"] == COMPILED}
+    shares: dict[str, dict[tuple[str, str], str]] = {}
+    for row in timed:
+        stock = compiled.get((row["case"], row["commit"], row["gpu"]))
+        if stock is not None and row is not stock:
+            own = shares.setdefault(row["case"], {})
+            own[row["provider"], row["recipe"]] = f"{float(row['median']) / float(stock['median']):.2f}{_error(row)}"
+    if not shares:
+        return "No rows yet: `bench_pictures.py` with the way compiled."
+    ways = [("torch_sdpa_default", ""), ("torch_sdpa_cudnn", "")]
+    ways += [(OURS, recipe) for recipe in (DEFAULT_RECIPE, "preset_fast", "preset_small")]
+    ways += sorted({way for own in shares.values() for way in own if way[0].startswith(OTHERS)})
+    ways = [way for way in ways if any(way in own for own in shares.values())]
+    lines = [[case, *(own.get(way, "–") for way in ways)] for case, own in shares.items()]
+    return markdown_table(["model", *(recipe or provider for provider, recipe in ways)], lines)
+
+
+def _error(row: dict[str, str]) -> str:
+    """Return a row's relative L2 error in brackets, or "" if it has none."""
+    error = float(row["rel_l2_error"] or 0)
+    if row["rel_l2_error"] and not error:
+        return " (all in 16 bit)"  # stock's bits
+    return f" ({error:.1%})" if error else ""
 
 
 def shown_runs(rows: list[dict[str, str]]) -> dict[str, str]:

@@ -34,9 +34,10 @@ def problems(text: str, rows: list[dict[str, str]]) -> list[str]:
     found, words = [], {word: provider for provider, word in STOCK.items()}
     for (what, own, *cells), figure in zip(lines, FIGURES, strict=True):
         mine = [r for r in rows if (r["suite"], r["case"], r["metric"]) == (figure.suite, figure.case, figure.metric)]
-        beside = {r["commit"] for r in mine if figure.beside in ("", r["provider"])}
+        needed = [name for name in (figure.same_way, figure.beside) if name]
+        runs = [{r["commit"] for r in mine if r["provider"] == name} for name in needed]
         own_rows = [r for r in mine if (r["provider"], r["recipe"]) == ("sage_kernels", figure.recipe)]
-        ours = [r for r in own_rows if r["commit"] in beside][-1]
+        ours = [r for r in own_rows if all(r["commit"] in run for run in runs)][-1]
         at = mine.index(ours)
         run = [r for r in mine[:at] if (r["commit"], r["gpu"]) == (ours["commit"], ours["gpu"])]
         stock = {r["provider"]: float(r["median"]) for r in run if r["provider"].startswith(("torch_", "stock_"))}

@@ -132,15 +132,21 @@ def test_the_time_of_a_way_counts_its_steps_in_16_bit():
     assert [line.split(" | ")[-1].strip(" |") for line in lines] == ["0.50", "0.58", "0.50"]
 
 
-def test_other_packages_stand_in_their_newest_runs_and_no_16_bit_passes_for_int8(tmp_path):
+def test_ways_are_shares_of_compiled_stock_in_their_own_newest_run(tmp_path):
     path = tmp_path / "results.csv"
     timed = {"suite": "picture", "case": "flux_1024", "gpu": "H200", "metric": "time", "unit": "s"}
-    for commit, others in (("a", ("sageattention_2", "flash_attn_4")), ("b", ("sageattention_2",))):
-        append_row(path, **timed, commit=commit, provider="torch_sdpa_default", median=5)
+    runs = {
+        "a": (5, ("sageattention_2", "flash_attn_4")),
+        "b": (4, ("sageattention_2",)),
+        "c": (None, ("torchao_fp8",)),
+    }
+    for commit, (compiled, others) in runs.items():
+        if compiled:
+            append_row(path, **timed, commit=commit, provider="torch_compiled_cudnn", median=compiled)
         append_row(path, **timed, commit=commit, provider="sage_kernels", recipe=DEFAULT_RECIPE, median=4,
                    rel_l2_error="0.00000" if commit == "b" else "0.01200")  # fmt: skip
         for provider in others:
-            append_row(path, **timed, commit=commit, provider=provider, median=3 if commit == "b" else 6)
-    _, _, first, second = peer_models(read_rows(path)).splitlines()
-    assert first == "| flux_1024 | a | 5 | 4 (1.2%) | 6 | 6 |"
-    assert second == "| flux_1024 | b | 5 | 4 (all in 16 bit) | 3 | – |"
+            append_row(path, **timed, commit=commit, provider=provider, median=3)
+    lines = peer_models(read_rows(path)).splitlines()
+    assert lines[0] == "| model | qk_int8_pv_bf16 | flash_attn_4 | sageattention_2 |"  # run c has no compiled stock
+    assert lines[2:] == ["| flux_1024 | 1.00 (all in 16 bit) | 0.60 | 0.75 |"]
