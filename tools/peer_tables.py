@@ -11,6 +11,7 @@ from .tables import markdown_table
 
 _PEER_SQUARES = [f"D128_N{n}_{kind}" for n in (4096, 16384, 32768) for kind in ("full", "causal")]
 PEER_CASES = (*(f"{case}/{DRIFT}" for case in (*_PEER_SQUARES, "D64_N16384_full")), "D128_N16384_full", "cogvideox_49")
+STOCK = "torch_sdpa_default"
 OTHERS = ("sageattention", "flash_attn", "torch_flex", "torchao")  # first letters of other packages' providers
 
 
@@ -52,7 +53,7 @@ def peer_models(rows: list[dict[str, str]]) -> str:
             own[row["provider"], row["recipe"]] = f"{float(row['median']) / float(stock['median']):.2f}{_error(row)}"
     if not shares:
         return "No rows yet: `bench_pictures.py` with the way compiled."
-    ways = [("torch_sdpa_default", ""), ("torch_sdpa_cudnn", "")]
+    ways = [(STOCK, ""), ("torch_sdpa_cudnn", "")]
     ways += [(OURS, recipe) for recipe in (DEFAULT_RECIPE, "preset_fast", "preset_small")]
     ways += sorted({way for own in shares.values() for way in own if way[0].startswith(OTHERS)})
     ways = [way for way in ways if any(way in own for own in shares.values())]
@@ -71,13 +72,15 @@ def _error(row: dict[str, str]) -> str:
 def shown_runs(rows: list[dict[str, str]]) -> dict[str, str]:
     """Return the commit whose run of each picture and clip is shown, as {case: commit}.
 
-    It is our newest run beside compiled stock; where there is none, our newest run.
+    It is our newest run beside stock as it comes and compiled stock, as in README; where there is none, the newest.
     """
     timed = [row for row in rows if row["suite"] in ("picture", "clip") and row["metric"] == "time"]
     timed = [row for row in timed if _is_whole(row["case"])]
-    compiled = {(row["case"], row["commit"]) for row in timed if row["provider"] == COMPILED}
+    runs = {
+        name: {(row["case"], row["commit"]) for row in timed if row["provider"] == name} for name in (COMPILED, STOCK)
+    }
     ours = [(row["case"], row["commit"]) for row in timed if row["provider"] == OURS]
-    return dict(ours) | dict(run for run in ours if run in compiled)
+    return dict(ours) | dict(run for run in ours if run in runs[COMPILED] & runs[STOCK])
 
 
 def whole_pictures(rows: list[dict[str, str]]) -> str:
