@@ -1,9 +1,8 @@
-"""Balances of norms' outputs, measured on a run of the model.
+"""Balances of activations, measured on a run of the model: norms' outputs, and what attention returns.
 
-Some channels of a norm's output are many times larger than the others in every token. Weights tell of few of them. One
-run does: a channel's factor is its size to the power of SHARE over that of the weights' column to the power of
-1 - SHARE. Layers behind attention or an activation are left out: what is large there
-changes from text to text.
+Some channels of these are many times larger than the others in every token. Weights tell of few of them. One run does:
+a channel's factor is its size to the power of SHARE over that of the weights' column to the power of 1 - SHARE. Layers
+behind an activation function are left out: what is large there changes from text to text.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from torch import nn
 
 from .balance import column_norms
 from .postponed.norm_layers import norm_width
-from .weights.layers import linear_layers
+from .weights.layers import is_in_attention, linear_layers, repeated_blocks
 from .weights.linear_state import linear_state
 
 
@@ -28,7 +27,7 @@ MOST = 10.0  # largest exponent of a factor, in powers of two: fp16 holds activa
 
 
 class _Read:
-    """Sizes of one norm's output, and the layers that read it."""
+    """Sizes of one activation, and the layers that read it."""
 
     def __init__(self) -> None:
         self.squares: Any = 0.0
@@ -38,30 +37,13 @@ class _Read:
 def measured_balances(model: nn.Module, run: Callable[[], object]) -> dict[str, torch.Tensor]:
     """Run the model and return {name of a linear layer: balance fp32 [K]}.
 
-    Layers that read one norm share a tensor.
+    Layers that read one norm share a tensor. Models whose blocks end in a norm, such as BERT, have no balance: their
+    channels differ less, and the embeddings of a trained one (MiniLM) were half as far again from fp32's with it.
 
     Args: run: calls the model with inputs like those that it is for; their number and order do not matter.
     """
-    layers = dict(linear_layers(model))
-    named = {id(module): name for name, module in layers.items()}
-    reads: dict[int, _Read] = {}
-    latest: list[Any] = [None, 0]  # a norm's output, and the norm
-
-    def after_norm(module: Any, _: Any, output: Any) -> None:
-        latest[:] = output, id(module)
-
-    def before_linear(module: Any, args: Any) -> None:
-        if not args or args[0] is not latest[0]:
-            return
-        read, name = reads.setdefault(latest[1], _Read()), named[id(module)]
-        if not read.names or name == read.names[0]:  # once for all layers that read it
-            read.squares = read.squares + args[0].detach().float().flatten(0, -2).square().sum(0)
-        if name not in read.names:
-            read.names.append(name)
-
-    norms = [m for m in model.modules() if not isinstance(m, nn.Linear) and norm_width(m) is not None]
-    hooks = [module.register_forward_hook(after_norm) for module in norms]
-    hooks += [module.register_forward_pre_hook(before_linear) for module in layers.values()]
+    sizes = _Sizes(model)
+    hooks = sizes.hooks()
     try:
         with torch.no_grad():
             run()
@@ -69,11 +51,64 @@ def measured_balances(model: nn.Module, run: Callable[[], object]) -> dict[str, 
         for hook in hooks:
             hook.remove()
     found: dict[str, torch.Tensor] = {}
-    for read in reads.values():
-        weights: list[Any] = [_weight_of(layers[name]) for name in read.names]
+    for read in [] if sizes.has_post_norm() else sizes.reads.values():
+        weights: list[Any] = [_weight_of(sizes.layers[name]) for name in read.names]
         vector = _vector(read.squares, [weight for weight in weights if not weight.is_meta])
         found |= dict.fromkeys(read.names, vector) if vector is not None else {}
     return found
+
+
+class _Sizes:
+    """What a run of a model shows of its activations.
+
+    Attributes: layers: {name: linear layer}. reads: {id of what made an activation, or of its only reader: _Read}.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.layers = dict(linear_layers(model))
+        self.reads: dict[int, _Read] = {}
+        owners = dict(model.named_modules())
+        self._named = {id(module): name for name, module in self.layers.items()}
+        self._norms = [x for x in owners.values() if not isinstance(x, nn.Linear) and norm_width(x) is not None]
+        self._behind_attention = {id(x) for name, x in self.layers.items() if is_in_attention(name, owners)}
+        self._blocks = [owners[name[:-1]] for name in repeated_blocks(model) if name]
+        self._norm: Any = (None, 0)  # the latest norm's output, and the norm's id
+        self._other: Any = (None, 0)  # the latest other activation, and its reader's id
+        self._ends: list[bool] = []  # of each block's call: its output is a norm's
+
+    def hooks(self) -> list[Any]:
+        """Register the hooks that look on, and return their handles."""
+        found = [module.register_forward_hook(self._after_norm) for module in self._norms]
+        found += [module.register_forward_pre_hook(self._before_linear) for module in self.layers.values()]
+        return found + [module.register_forward_hook(self._after_block) for module in self._blocks]
+
+    def has_post_norm(self) -> bool:
+        """Return True if all blocks that ran end in a norm."""
+        return bool(self._ends) and all(self._ends)
+
+    def _after_norm(self, module: Any, _: Any, output: Any) -> None:
+        self._norm = output, id(module)
+
+    def _after_block(self, module: Any, _: Any, output: Any) -> None:
+        self._ends.append((output[0] if isinstance(output, tuple) else output) is self._norm[0])
+
+    def _before_linear(self, module: Any, args: Any) -> None:
+        if not args:
+            return
+        x, key = args[0], self._norm[1]
+        if x is not self._norm[0]:
+            if x is self._other[0]:  # of several readers, as an encoder's states: these have no balance
+                self.reads.pop(self._other[1], None)
+                return
+            key = id(module)
+            self._other = x, key
+            if key not in self._behind_attention:
+                return
+        read, name = self.reads.setdefault(key, _Read()), self._named[id(module)]
+        if not read.names or name == read.names[0]:  # once for all layers that read it
+            read.squares = read.squares + x.detach().float().flatten(0, -2).square().sum(0)
+        if name not in read.names:
+            read.names.append(name)
 
 
 def _weight_of(module: Any) -> torch.Tensor:

@@ -13,6 +13,7 @@ pytest.importorskip("transformers")
 import sage_processors as sp
 from sage_kernels.facts import few_rows
 from sage_processors.linears.measured_balance import measured_balances
+from sage_processors.linears.weights.few_rows import in_16_bit_rows
 from sage_processors.linears.weights.layers import follows_gate, linear_layers
 from sage_processors.linears.weights.linear_state import linear_state
 from tests.linears.counting import relative_error
@@ -67,7 +68,8 @@ def test_layers_of_one_norm_share_a_balance_finer_than_powers_of_two(hard):
             own = {name.split(".")[-1]: s for name, s in found.items() if f"layers.{i}." in name}
             shared = [{id(own[f"{x}_proj"].balance) for x in names} for names in (("q", "k", "v"), ("gate", "up"))]
             assert [len(x) for x in shared] == [1, 1] and not shared[0] & shared[1]
-            assert own["o_proj"].balance is None and own["down_proj"].balance is None
+            assert own["down_proj"].balance is None
+            assert own["o_proj"].balance is not None and id(own["o_proj"].balance) not in shared[0] | shared[1]
             vector = own["q_proj"].balance.vector
             places = 16 * vector.log2()
             torch.testing.assert_close(places, places.round(), atol=1e-3, rtol=0)
@@ -161,6 +163,44 @@ def test_balanced_rows_of_few_row_calls_have_the_bits_of_a_norm_times_its_balanc
         assert all(row["few_row_calls"] == 3 for row in handle.report().linears.rows if row["format"])
     few_rows.most_rows.cache_clear()
     assert relative_error(got, want) < 0.05
+
+
+def test_what_attention_returns_is_balanced_by_its_own_sizes():
+    model, inputs = MODELS["llama"]()
+    for layer in model.model.layers:
+        layer.self_attn.v_proj.weight.data[5] *= 100
+    with sp.quantize_linears(model, min_features=1, calibration=lambda: logits(model, inputs)):
+        found = {name: state for name, state in states(model).items() if name.endswith("o_proj")}
+        assert len(found) == len(model.model.layers)
+        width = model.config.head_dim
+        for state in found.values():  # channel 5 of the first KV head stands in all heads that read it
+            heads = model.config.num_attention_heads // model.config.num_key_value_heads
+            large = [5 + width * head for head in range(heads)]
+            others = [i for i in range(len(state.balance.vector)) if i not in large]
+            assert state.balance.vector[large].max() < state.balance.vector[others].min() / 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_balanced_rows_are_rounded_once_and_are_a_tensor_of_their_own(dtype):
+    x, balance = torch.randn(5, 48).to(dtype), torch.exp2(torch.randn(48))
+    rows = in_16_bit_rows(x, dtype, balance)
+    assert torch.equal(rows, (x.float() * balance).to(dtype)) and rows.data_ptr() != x.data_ptr()
+    assert in_16_bit_rows(x, dtype, None) is x
+
+
+def test_models_whose_blocks_end_in_a_norm_are_not_balanced():
+    for name, has_balances in (("bert", False), ("llama", True)):
+        model, inputs = MODELS[name]()
+        inputs = {key: value for key, value in inputs.items() if key in ("input_ids", "attention_mask")}
+        assert bool(measured_balances(model, lambda model=model, inputs=inputs: model(**inputs))) == has_balances
+
+
+def test_states_that_several_layers_read_are_not_taken_for_what_attention_returns():
+    """Keys and values of an encoder's states; a balance of their own each would be no one's."""
+    model, inputs = MODELS["t5"]()
+    found = measured_balances(model, lambda: model(**inputs))
+    assert any(name.endswith("EncDecAttention.o") for name in found)
+    assert not [name for name in found if name.endswith(("EncDecAttention.k", "EncDecAttention.v"))]
 
 
 def test_a_measurement_needs_no_layer_that_a_norm_feeds():

@@ -141,7 +141,7 @@ def test_a_language_model_is_balanced_by_a_run_and_gated_as_apply_does_it(hard, 
     saved = (loaded.save_pretrained(tmp_path / "small"), type(model).from_pretrained(tmp_path / "small"))[1]
     stock = run(model, inputs)
     sp.apply(model, sp.SageAttnProcessor(linears=sp.Linears("int8", min_features=0), recipe="16bit"))
-    assert len(balances_of(model)) == 10
+    assert len(balances_of(model)) == 12
     same(layers_of(saved), layers_of(loaded))
     for other in (loaded, saved):
         assert balances_of(other).keys() == balances_of(model).keys()

@@ -63,9 +63,15 @@ def _columns(state: LinearState) -> int:
 
 
 def in_16_bit_rows(x: torch.Tensor, dtype: torch.dtype, balance: torch.Tensor | None) -> torch.Tensor:
-    """Return x [..., K] times balance [K] in dtype, to multiply by an 8-bit weight."""
-    x = x if balance is None else x.float() * balance
-    return x if x.dtype == dtype else x.to(dtype)  # the same tensor for all layers that read it
+    """Return x [..., K] times balance [K] in dtype, rounded once, to multiply by an 8-bit weight.
+
+    Without a balance it is x itself where that has the dtype; with one it is a new tensor.
+    """
+    if balance is None:
+        return x if x.dtype == dtype else x.to(dtype)  # the same tensor for all layers that read it
+    if torch.compiler.is_compiling():
+        return (x.float() * balance).to(dtype)
+    return torch.mul(x, balance, out=torch.empty(x.shape, dtype=dtype, device=x.device))  # one launch
 
 
 def multiplied(x: QuantizedRows | torch.Tensor, weight: QuantizedRows, bias: Any, **options: Any) -> torch.Tensor:

@@ -144,7 +144,12 @@ def follows_gate(name: str, owners: dict) -> bool:
         return False
     shapes = [(x.in_features, x.out_features) for x in owner.children() if isinstance(x, nn.Linear) and x is not own]
     whole, double = (own.out_features, own.in_features), (own.out_features, 2 * own.in_features)
-    return not _is_called(name, owners, (), ("Attention",)) and (shapes == [whole] * 2 or shapes == [double])
+    return not is_in_attention(name, owners) and (shapes == [whole] * 2 or shapes == [double])
+
+
+def is_in_attention(name: str, owners: dict) -> bool:
+    """Return True for a layer inside of a module whose class is called Attention. owners: {name: module}."""
+    return _is_called(name, owners, (), ("Attention",))
 
 
 def _protection(name: str, owners: dict, inside: list[str]) -> str:
