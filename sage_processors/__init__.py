@@ -37,11 +37,11 @@ _HOMES = {
     "LinearSwap": "linears.swap",
     "Probe": "diffusion.reports.probe",
     "Report": "diffusion.reports.report",
-    "apply": "diffusion.handle",
+    "apply": "entry",
     "attention_report": "language.attention",
     "calibrate": "calibration.search",
     "diffusers_backend_report": "diffusion.reports.backend_report",
-    "handle_of": "diffusion.handle",
+    "handle_of": "entry",
     "processors_for": "diffusion.by_name",
     "quantize_linears": "linears.quantize",
     "register_diffusers_backend": "diffusion.calls.backend",
@@ -57,7 +57,7 @@ _MODULES = {
     "quality": "evaluation.quality",
     "videos": "evaluation.videos",
 }
-_FOR_OTHER_FILES = {"apply_to_language_model": "language.generation.handle", "read_policy": "calibration.policy_files"}
+_FOR_OTHER_FILES = {"read_policy": "calibration.policy_files"}
 __all__ = [
     "SageAttnProcessor", "SageConfig", "Keep", "LayerRule", "Linears", "Scaling", "Skip", "UnsupportedAttentionError",
     "UnsupportedLinearError", *_HOMES,

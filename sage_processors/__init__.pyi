@@ -11,12 +11,12 @@ from .diffusion.calls.backend import register_diffusers_backend as register_diff
 from .diffusion.calls.backend import unregister_diffusers_backend as unregister_diffusers_backend
 from .diffusion.calls.sage_class import sage_class as sage_class
 from .diffusion.handle import Handle as Handle
-from .diffusion.handle import apply as apply
-from .diffusion.handle import handle_of as handle_of
 from .diffusion.reports.backend_report import BackendReport as BackendReport
 from .diffusion.reports.backend_report import diffusers_backend_report as diffusers_backend_report
 from .diffusion.reports.probe import Probe as Probe
 from .diffusion.reports.report import Report as Report
+from .entry import apply as apply
+from .entry import handle_of as handle_of
 from .evaluation import feature_distance as feature_distance
 from .evaluation import hard_variants as hard_variants
 from .evaluation import metrics as metrics

@@ -45,8 +45,8 @@ ROTATE_BELOW_DB = 32.0
 ROTATION_GAIN_DB = 1.0
 
 
-# What imports functions of folders that may import this file, by name: `apply`, `apply_to_language_model` and
-# `read_policy`. The package's __init__.py hands it in.
+# What imports functions of folders that may import this file, by name: `apply` and `read_policy`. The package's
+# __init__.py hands it in.
 HANDED_IN: dict[str, Callable[[], Callable[..., Any]]] = {}
 
 
@@ -284,3 +284,14 @@ class SageAttnProcessor:
             "model.set_attn_processor(...) or sage_processors.apply(model, ...) for a model. "
             "Load the model again first: its own processors were replaced"
         )
+
+
+def options_of(config: Any) -> SageAttnProcessor:
+    """Return the options that a caller gave, or SageAttnProcessor() for None. Raises: TypeError for anything else."""
+    config = SageAttnProcessor() if config is None else config
+    if not isinstance(config, SageAttnProcessor):
+        raise TypeError(
+            f"config: got {type(config).__name__}, expected sage_processors.SageAttnProcessor; "
+            "for one of diffusers' own processors use the model's set_attn_processor"
+        )
+    return config

@@ -109,7 +109,7 @@ def read_small(path: Path, limit: int) -> bytes:
 
 
 def _check_target(models: list[dict[str, Any]], target: Any) -> None:
-    from ..diffusion.handle import apply, handle_of
+    from ..entry import apply, handle_of
 
     handle = handle_of(target)
     if handle is not None:

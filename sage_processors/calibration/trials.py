@@ -43,7 +43,7 @@ class Trials:
         self, pipe, prompts, seeds, *, config, steps, batch, kind, path, show, linears=(), held_out=(),
         arguments=None, skips=False,
     ):  # fmt: skip
-        from ..diffusion.handle import apply, handle_of
+        from ..entry import apply, handle_of
 
         self._pipe, self._prompts, self._seeds = pipe, prompts, seeds
         self._held_out, self._arguments, self._skips = list(held_out), arguments or {}, skips

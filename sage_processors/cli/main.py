@@ -152,7 +152,7 @@ def report(
     if language_model is not None:
         _report_language(language_model, recipe, scaling, as_json)
         return
-    from ..diffusion.handle import apply
+    from ..entry import apply
 
     config, target = _config(recipe, scaling), load_skeleton(model, with_texts=True)
     try:

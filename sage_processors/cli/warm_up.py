@@ -39,8 +39,8 @@ def warm_up(
     """
     import torch
 
-    from ..diffusion.handle import apply
     from ..diffusion.host.discovery import denoisers, is_pipeline
+    from ..entry import apply
 
     if dtype not in DTYPES:
         raise typer.BadParameter(f"{dtype}: expected one of {', '.join(DTYPES)}", param_hint="--dtype")

@@ -7,9 +7,9 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from ..options import SageAttnProcessor
+from ..options import SageAttnProcessor, options_of
 from .calls.sage_class import sage_class
-from .handle import apply
+from .handle import swap_denoisers
 from .host.discovery import unwrap
 
 
@@ -72,7 +72,7 @@ def processors_for(model: Any, config: SageAttnProcessor | None = None) -> dict[
             f"model: got {type(model).__name__}, expected one with set_attn_processor; "
             "use sage_processors.apply(model) instead"
         )
-    apply(model, config)
+    swap_denoisers(model, options_of(config))
     return dict(model.attn_processors)
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from sage_kernels.planning.rules import FROM_TABLE
 
 from ..linears.swap import LinearSwap, swap_of
-from ..options import HANDED_IN, SageAttnProcessor
+from ..options import SageAttnProcessor
 from .auto_rotation import AutoRotation
 from .checks import check_swapped, refuse_bare_options, warn_of_idle_layers
 from .denoiser import Denoiser
@@ -310,42 +310,18 @@ class Handle:
         return f"<sage_processors.Handle: {self.config}, {state}>"
 
 
-def apply(target: Any, config: SageAttnProcessor | None = None) -> Handle:
-    """Run a diffusers pipeline or model, or a transformers model, in INT8.
-
-    Args:
-        target: a DiffusionPipeline (all its denoisers: unet, transformer, transformer_2, controlnet(s); never the VAE
-            or the text encoders; timestep scaling follows pipe.scheduler) or one model (timestep scaling follows its
-            `timestep` argument), or a transformers model, which gets a LanguageHandle (language/generation/handle.py).
-        config: options; SageAttnProcessor() if None.
-    Returns: a Handle. Applying again replaces the options: the earlier handle is removed first.
-    Raises: TypeError for other arguments, ValueError if there is nothing to swap.
-    """
-    config = SageAttnProcessor() if config is None else config
-    if not isinstance(config, SageAttnProcessor):
-        raise TypeError(
-            f"config: got {type(config).__name__}, expected sage_processors.SageAttnProcessor; "
-            "for one of diffusers' own processors use the model's set_attn_processor"
-        )
-    target = unwrap(target)
-    if not (is_pipeline(target) or isinstance(target, nn.Module)):
-        raise TypeError(
-            f"target: got {type(target).__name__}, expected a DiffusionPipeline or a model (torch.nn.Module)"
-        )
-    if _is_of_transformers(target):
-        return HANDED_IN["apply_to_language_model"]()(target, config)  # type: ignore[no-any-return]
-    earlier = (handle_of(model) for model in (denoisers(target).values() if is_pipeline(target) else (target,)))
+def swap_denoisers(target: Any, config: SageAttnProcessor) -> Handle:
+    """Put INT8 attention into a pipeline's denoisers, or into one model; an earlier handle is removed first."""
+    earlier = (handle_of_denoisers(x) for x in (denoisers(target).values() if is_pipeline(target) else (target,)))
     for handle in list(earlier):
         if handle is not None:
             handle.remove()
     return Handle(target, config)
 
 
-def handle_of(target: Any) -> Handle | None:
-    """Return the live handle of a model, or of a pipeline's first denoiser with one; else None."""
+def handle_of_denoisers(target: Any) -> Handle | None:
+    """Return the live handle of a denoiser, or of a pipeline's first denoiser with one; else None."""
     target = unwrap(target)
-    if _is_of_transformers(target):
-        return getattr(vars(target).get("_sage"), "handle", None)
     for model in denoisers(target).values() if is_pipeline(target) else (target,):
         for hook in getattr(model, "_forward_pre_hooks", {}).values():
             if isinstance(hook, RootHook) and hook.handle is not None:
@@ -354,14 +330,9 @@ def handle_of(target: Any) -> Handle | None:
     return None
 
 
-def _is_of_transformers(target: Any) -> bool:
-    bases = ((kind.__module__, kind.__name__) for kind in type(target).__mro__)
-    return ("transformers.modeling_utils", "PreTrainedModel") in bases
-
-
 def tell_handles(pipe: Any) -> None:
     """Let the handles of a pipeline's models look for schedulers, after it was given a new component."""
-    handles = [handle_of(x) for x in list(vars(pipe).values()) if isinstance(unwrap(x), nn.Module)]
+    handles = [handle_of_denoisers(x) for x in list(vars(pipe).values()) if isinstance(unwrap(x), nn.Module)]
     for handle in {id(handle): handle for handle in handles if handle is not None}.values():
         handle._follow_schedulers()
 

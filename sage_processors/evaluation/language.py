@@ -258,7 +258,7 @@ def evaluate(
 
     import sage_kernels
 
-    from ..diffusion.handle import apply
+    from ..entry import apply
     from ..language.attention import register_transformers
     from ..language.choice import refuse_without_attention
     from ..language.kv_cache import Int8KVCache

@@ -246,7 +246,7 @@ def evaluate(
     Returns: {variant name: Quality}, distances to the stock pictures.
     Raises: ValueError for unequal lengths, batch < 1, or pictures with NaN.
     """
-    from ..diffusion.handle import apply
+    from ..entry import apply
 
     if batch < 1:
         raise ValueError(f"batch: got {batch}, expected at least 1")

@@ -180,9 +180,8 @@ def _multiplied(module, state: LinearState, x, is_postponed: bool, dtype: torch.
         if y is not None:
             return y
     # joined projections are ordinary tensors in some calls, so they are never postponed: rounding stays the same. Nor
-    # are products of 16-bit rows that somebody may write to before the result is used: all but those of a norm, and
-    # other rows that a balance has made anew
-    is_ours = not few or (not x._is_out if type(x) is PostponedNorm else balance is not None)
+    # are products of 16-bit rows that somebody may write to before the result is used, so all but those of a norm
+    is_ours = not few or (type(x) is PostponedNorm and not x._is_out)
     if not is_ours or storage.is_joined or not CAN_WAIT or not is_caller_known(3):
         return product(module, rows, state.bias, dtype=dtype)
     shape = torch.Size((*x.shape[:-1], module.out_features))

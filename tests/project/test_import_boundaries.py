@@ -79,6 +79,7 @@ POSTPONED, LINEARS = "sage_processors.postponed", "sage_processors.linears"
 DIFFUSION = "sage_processors.diffusion"
 DIFFUSIONS = {f"{DIFFUSION}.{name}" for name in ("host", "steps", "heads", "graphs", "calls", "reports")} | {DIFFUSION}
 LINEARS_ALL = {LINEARS, *(f"{LINEARS}.{name}" for name in ("weights", "postponed", "compiled"))}
+ENTRY = "sage_processors.entry"  # a room of one file
 BELOW = {
     "sage_processors.files": set(),
     "sage_processors.patching": set(),
@@ -101,12 +102,13 @@ BELOW = {
     DIFFUSION: SHARED | {POSTPONED} | LINEARS_ALL | DIFFUSIONS,
     "sage_processors.language": SHARED | LINEARS_ALL,
     "sage_processors.language.generation": SHARED | LINEARS_ALL | {f"{DIFFUSION}.graphs", "sage_processors.language"},
-    "sage_processors.evaluation": SHARED | DIFFUSIONS | {"sage_processors.language"},
-    "sage_processors.calibration": SHARED | LINEARS_ALL | DIFFUSIONS | {"sage_processors.evaluation"},
+    ENTRY: DIFFUSIONS | {"sage_processors", "sage_processors.language.generation"},
+    "sage_processors.evaluation": SHARED | DIFFUSIONS | {"sage_processors.language", ENTRY},
+    "sage_processors.calibration": SHARED | LINEARS_ALL | DIFFUSIONS | {"sage_processors.evaluation", ENTRY},
     "sage_processors.cli": SHARED
     | LINEARS_ALL
     | DIFFUSIONS
-    | {f"sage_processors.{name}" for name in ("language", "evaluation", "calibration")},
+    | {f"sage_processors.{name}" for name in ("language", "evaluation", "calibration", "entry")},
     "sage_kernels.planning": {"sage_kernels.ops", FACTS},
     "sage_kernels.ops": {FACTS, "sage_kernels.checks", "sage_kernels.reference", f"{TRITON}.launch", *KERNELS},
     "sage_kernels": {"sage_kernels.ops", "sage_kernels.checks", "sage_kernels.reference", FACTS},
@@ -265,6 +267,26 @@ def torch_alone() -> dict:
         print(json.dumps(found))
         """
     return json.loads(fresh(code, without=OPTIONAL))
+
+
+@pytest.mark.slow("a process that imports transformers")
+def test_a_language_model_needs_no_diffusers():
+    """Install `sage-processors[transformers]` alone, and do what docs/language.md begins with."""
+    pytest.importorskip("transformers")
+    code = """
+        import torch, transformers
+        import sage_processors as sp
+        shape = dict(vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=1)
+        shape |= dict(num_attention_heads=4, num_key_value_heads=2)
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape)).eval()
+        with sp.apply(model, sp.SageAttnProcessor("fast", linears=sp.Linears("int8", min_features=1))) as handle:
+            assert sp.handle_of(model) is handle
+            model.generate(torch.randint(97, (1, 80)), max_new_tokens=4, do_sample=False)
+            assert handle.report().calls and handle.report().linears.calls
+        assert sp.handle_of(model) is None
+        print(type(handle).__name__)
+        """
+    assert fresh(code, without=("diffusers",)).strip() == "LanguageHandle"
 
 
 def test_E10_import_needs_torch_alone(torch_alone):

@@ -148,7 +148,7 @@ def append_rows(path: Path, name: str, state: dict[str, Any], recipe: str) -> No
 
 def _drawn(pipe, texts, seeds, config, reference, draw) -> tuple[dict[str, torch.Tensor], Calls]:
     """Return {way: pictures} and what ran, of one batch."""
-    from ...diffusion.handle import apply
+    from ...entry import apply
 
     found = {}
     with quality.same_noise(pipe):

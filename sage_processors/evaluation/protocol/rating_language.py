@@ -141,7 +141,7 @@ def _embeddings(model, part: torch.Tensor, config) -> list[dict[str, Any]]:
 
 def _in_each_way(model, config, run: Callable[[], torch.Tensor]) -> Iterator[tuple[str, torch.Tensor, Calls | None]]:
     """Yield name, result and what ran in 8 bit, of stock, another exact kernel, and INT8."""
-    from ...diffusion.handle import apply
+    from ...entry import apply
 
     yield STOCK, run(), None
     with another_kernel():

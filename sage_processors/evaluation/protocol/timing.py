@@ -190,7 +190,7 @@ def time_both(
     call: of `picture_call`, `text_call` or `embedding_call`. on_way: told the name of what is timed next.
     options: of `time_calls`.
     """
-    from ...diffusion.handle import apply
+    from ...entry import apply
 
     def run(way: str, swap: Callable[[], AbstractContextManager[Any]]) -> tuple[Timing, Any]:
         gc.collect()
