@@ -46,7 +46,7 @@ TASK_FIELDS = ("model", "tokens", "text", "mode", "task", "case", "score", "answ
 GREEDY = 40  # tokens
 FIRST = 256  # tokens of the first call where the cache is filled in parts, and of every later one
 KINDS = ("reference", "code", "dialogues")
-NEEDS_PARTS = ("kv", "all", "all_but_kv")
+NEEDS_PARTS = ("kv", "all")
 
 
 # --- ways to run a model ---
@@ -67,10 +67,8 @@ def mode_of(model: Any, mode: str) -> Iterator[Any]:
         with with_attention(model, sp.register_transformers("sage_unrotated", min_tokens=0)[0]):
             yield model
     else:
-        if mode in ("linears", "all", "all_but_kv"):
+        if mode in ("linears", "all"):
             options["linears"] = sp.Linears("int8", min_features=1)
-        if mode == "all_but_kv":
-            options["layers"] = {name: {"linears": "none"} for name in ("*.k_proj", "*.v_proj")}
         with sp.apply(model, sp.SageAttnProcessor(**options)):
             yield model
 

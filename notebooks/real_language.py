@@ -45,7 +45,6 @@ MODES = {
     "uncalibrated": "INT8 layers by their weights alone",
     "linears": "rotated, INT8 layers",
     "all": "rotated, INT8 layers and cache",
-    "all_but_kv": "rotated, INT8 cache and layers but k_proj, v_proj",
 }
 
 
