@@ -124,27 +124,44 @@ def test_files_that_the_recipes_of_contributing_name_are_there():
 
 TYPED = {  # the few numbers with a unit in prose: where they come from
     ("README.md", "41.3 GiB"): lambda: f"{sum(peaks()):.1f} GiB",
-    ("docs/language.md", "4.0 ms"): lambda: f"{_ms_a_token('preset_fast', 'b1_4096'):.1f} ms",
+    ("README.md", "23.2 GiB"): lambda: f"{_newest('picture', 'peak_memory', 'flux_1024', 'preset_small')[0]:.1f} GiB",
+    ("docs/language.md", "4.1 ms"): lambda: f"{_generated('time', 'b1_4096', 'preset_fast')[0]:.1f} ms",
+    ("docs/language.md", "15.9 GiB"): lambda: f"{_generated('peak_memory', 'b1_4096', COMPILED)[0]:.1f} GiB",
     ("docs/guide.md", "512 MiB"): lambda: f"{_row_maxima_limit()} MiB",
     ("docs/skipping.md", "512 MiB"): lambda: f"{_skip_lists_limit()} MiB",
     ("kernels/README.md", "512 MiB"): lambda: f"{_row_maxima_limit()} MiB",
 }
+COMPILED = "stock_static_compiled"
 
 
-def _ms_a_token(recipe: str, case: str) -> float:
+def _newest(suite: str, metric: str, case: str, way: str, commit: str = "") -> tuple[float, str]:
+    """Return the newest row's number and its commit, of a run or of all. way: a recipe, or another's provider."""
     rows = read_rows(ROOT / "kernels" / "benchmarks" / "results.csv")
-    times = [row for row in rows if (row["suite"], row["metric"]) == ("generate", "time")]
-    times = [row for row in times if row["case"] == f"llama8b_{case}"]
-    return float([row["median"] for row in times if recipe in (row["recipe"], row["provider"])][-1])
+    rows = [row for row in rows if (row["suite"], row["metric"], row["case"]) == (suite, metric, case)]
+    rows = [row for row in rows if way in (row["recipe"], row["provider"]) and commit in ("", row["commit"])]
+    return float(rows[-1]["median"]), rows[-1]["commit"]
+
+
+def _generated(metric: str, case: str, way: str, commit: str = "") -> tuple[float, str]:
+    return _newest("generate", metric, f"llama8b_{case}", way, commit)
 
 
 def test_times_of_text_are_those_of_rows():
+    """Each beside what the text names, in the same run."""
     text = " ".join(read("docs/language.md").split())
-    alone, stock = (_ms_a_token(way, "b1_4096") for way in ("attention_and_cache", "stock_static_compiled"))
-    assert f"and {alone:.1f} with attention and cache alone" in text and f"compiled, takes {stock:.1f}" in text
-    for case, words in (("b1_32768", "it is"), ("b8_8192", "8,192 tokens"), ("b32_4096", "32 of 4,096 tokens")):
-        ours, stock = (_ms_a_token(way, case) for way in ("preset_fast", "stock_static_compiled"))
-        assert f"{words} {ours:.1f} for {stock:.1f}" in text
+    others = {"takes {:.1f} ms a token": "preset_fast", "compiled, takes {:.1f}": COMPILED}
+    others |= {"torchao's INT8 weights {:.1f}": "torchao_int8_weights"}
+    commit = _generated("time", "b1_4096", "preset_fast")[1]
+    for words, way in others.items():
+        assert words.format(_generated("time", "b1_4096", way, commit)[0]) in text
+    cases = [("b1_4096", "attention_and_cache", "cache alone it is"), ("b1_32768", "preset_fast", "tokens it is")]
+    cases += [("b8_8192", "preset_fast", "8,192 tokens"), ("b32_4096", "preset_fast", "32 of 4,096 tokens")]
+    for case, way, words in cases:
+        ours, commit = _generated("time", case, way)
+        assert f"{words} {ours:.1f} for {_generated('time', case, COMPILED, commit)[0]:.1f}" in text
+    ways = ("preset_fast", "preset_small", "small_int8_head")
+    fast, small, head = (_generated("peak_memory", "b1_4096", way)[0] for way in ways)
+    assert f'{fast:.1f} with "fast", {small:.1f} with "small", and {head:.1f} if `lm_head`' in text
     rows = [r for r in read_rows(ROOT / "kernels" / "benchmarks" / "results.csv") if r["suite"] == "linear_few_rows"]
     newest = {r["case"]: float(r["ratio_vs_cudnn"]) for r in rows if r["recipe"] == "linears_int8_weights"}
     few = [x for case, x in newest.items() if case.startswith("llama3_8b") and int(case.rpartition("_")[2]) <= 8]
