@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from sage_kernels.results import read_rows
+from sage_processors.presets import PRESETS
 
 
 NAMES = (
@@ -19,6 +20,12 @@ NAMES = (
 
 def test_the_suite_has_these_models(bench):
     assert tuple(bench.SUITE) == NAMES
+
+
+def test_ways_after_which_a_model_has_no_weights_of_its_own_come_last(bench):
+    order = list(sys.modules["ways"].NAMES)
+    freeing = [name for name, options in PRESETS.items() if options["linears"].drop_weights]
+    assert freeing and order[-len(freeing) :] == freeing and len(order) == len(set(order))
 
 
 @pytest.mark.parametrize(

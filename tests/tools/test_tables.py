@@ -67,6 +67,8 @@ def test_a_figure_stands_beside_stock_of_its_own_run(tmp_path):
     append_row(path, **timed | {"gpu": "cpu"}, **ours, commit="b", median=1)
     append_row(path, **timed, provider=figure.same_way, commit="c", median=900)  # of a run without compiled stock
     append_row(path, **timed, **ours, commit="c", median=1)
+    append_row(path, **timed, provider=figure.beside, commit="d", median=800)  # of a run without stock as it comes
+    append_row(path, **timed, **ours, commit="d", median=2)
     text, shown = figures_markdown(read_rows(path)), figure.number
     assert f"{shown(900)}: 1.50× | cuDNN, compiled, {shown(800)}: 1.33× |" in text
     assert text.endswith("Measured on: H200. Above 1× ours is better, below it stock is.")
