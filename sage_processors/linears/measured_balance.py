@@ -7,6 +7,7 @@ behind an activation function are left out: what is large there changes from tex
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,7 @@ from .weights.linear_state import linear_state
 # in decoding, where activations stay in 16 bit, they are all that there is.
 SHARE = 0.45
 STEPS = 16  # values of a factor from one power of two to the next; 64 are no better
+RECENT = 4  # norms whose outputs a linear layer is taken to read
 MOST = 10.0  # largest exponent of a factor, in powers of two: fp16 holds activations times it
 
 
@@ -38,7 +40,7 @@ def measured_balances(model: nn.Module, run: Callable[[], object]) -> dict[str, 
     """Run the model and return {name of a linear layer: balance fp32 [K]}.
 
     Layers that read one norm share a tensor. Models whose blocks end in a norm, such as BERT, have no balance: their
-    channels differ less, and the embeddings of a trained one (MiniLM) were half as far again from fp32's with it.
+    channels differ less, and the embeddings of a trained one (MiniLM) were 1.5 times as far from fp32's with it.
 
     Args: run: calls the model with inputs like those that it is for; their number and order do not matter.
     """
@@ -51,10 +53,11 @@ def measured_balances(model: nn.Module, run: Callable[[], object]) -> dict[str, 
         for hook in hooks:
             hook.remove()
     found: dict[str, torch.Tensor] = {}
-    for read in [] if sizes.has_post_norm() else sizes.reads.values():
-        weights: list[Any] = [_weight_of(sizes.layers[name]) for name in read.names]
-        vector = _vector(read.squares, [weight for weight in weights if not weight.is_meta])
-        found |= dict.fromkeys(read.names, vector) if vector is not None else {}
+    with torch.inference_mode(False):  # calls in any mode read the vectors
+        for read in [] if sizes.has_post_norm() else sizes.reads.values():
+            weights: list[Any] = [_weight_of(sizes.layers[name]) for name in read.names]
+            vector = _vector(read.squares, [weight for weight in weights if not weight.is_meta])
+            found |= dict.fromkeys(read.names, vector) if vector is not None else {}
     return found
 
 
@@ -72,7 +75,8 @@ class _Sizes:
         self._norms = [x for x in owners.values() if not isinstance(x, nn.Linear) and norm_width(x) is not None]
         self._behind_attention = {id(x) for name, x in self.layers.items() if is_in_attention(name, owners)}
         self._blocks = [owners[name[:-1]] for name in repeated_blocks(model) if name]
-        self._norm: Any = (None, 0)  # the latest norm's output, and the norm's id
+        # the latest norms' outputs, and the norms' ids: Qwen3 has norms of heads between the readers of one norm
+        self._normed: deque[tuple[Any, int]] = deque(maxlen=RECENT)
         self._other: Any = (None, 0)  # the latest other activation, and its reader's id
         self._ends: list[bool] = []  # of each block's call: its output is a norm's
 
@@ -87,16 +91,18 @@ class _Sizes:
         return bool(self._ends) and all(self._ends)
 
     def _after_norm(self, module: Any, _: Any, output: Any) -> None:
-        self._norm = output, id(module)
+        self._normed.append((output, id(module)))
 
     def _after_block(self, module: Any, _: Any, output: Any) -> None:
-        self._ends.append((output[0] if isinstance(output, tuple) else output) is self._norm[0])
+        output = output[0] if isinstance(output, tuple) else output
+        self._ends.append(bool(self._normed) and output is self._normed[-1][0])
 
     def _before_linear(self, module: Any, args: Any) -> None:
         if not args:
             return
-        x, key = args[0], self._norm[1]
-        if x is not self._norm[0]:
+        x = args[0]
+        key = next((key for output, key in self._normed if x is output), None)
+        if key is None:
             if x is self._other[0]:  # of several readers, as an encoder's states: these have no balance
                 self.reads.pop(self._other[1], None)
                 return
@@ -106,7 +112,7 @@ class _Sizes:
                 return
         read, name = self.reads.setdefault(key, _Read()), self._named[id(module)]
         if not read.names or name == read.names[0]:  # once for all layers that read it
-            read.squares = read.squares + x.detach().float().flatten(0, -2).square().sum(0)
+            read.squares = read.squares + x.detach().float().reshape(-1, x.shape[-1]).square().sum(0)
         if name not in read.names:
             read.names.append(name)
 

@@ -29,7 +29,7 @@ def random_run(model: Any) -> Callable[[], object] | None:
         return None
     tokens = min(TOKENS, getattr(config, "max_position_embeddings", None) or TOKENS)
     ids = torch.randint(config.vocab_size, (1, tokens), generator=torch.Generator("cpu").manual_seed(0), device="cpu")
-    if isinstance(config.bos_token_id, int):
+    if isinstance(config.bos_token_id, int) and 0 <= config.bos_token_id < config.vocab_size:
         ids[0, 0] = config.bos_token_id
     ids = ids.to(device)
     return lambda: model(input_ids=ids, use_cache=False)

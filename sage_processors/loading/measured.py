@@ -22,7 +22,7 @@ logger = logging.getLogger("sage_processors")
 
 
 def balance_by_run(swap: LinearSwap, files: Iterable[Any]) -> None:
-    """Balance the layers behind the norms of a loaded model by a run of it on random tokens.
+    """Balance what norms and attention of a loaded model hand on, by a run of it on random tokens.
 
     A model that can't be run so stays as it is, and the log says it.
 

@@ -18,10 +18,11 @@ from .tensor import ordinary
 
 
 class _EnclosedBlock(Derived):
-    """Mixin of the class of an enclosed block.
+    """Mixin of the class of an enclosed block."""
 
-    `__class__` is the block's own class, since libraries look blocks up by it.
-    """
+
+class _DisguisedBlock(_EnclosedBlock):
+    """Mixin whose `__class__` is the block's own class, since diffusers looks blocks up by it."""
 
     @property
     def __class__(self):
@@ -57,7 +58,12 @@ def block_class(base: Any) -> Any:
             enclosure.may_join = enclosure.may_join and (parts is None or region.has_joins)
             return result
 
-    made = derived(_EnclosedBlock, base, forward, block_class)
+    # transformers looks blocks up by their class's name, and Dynamo guards on `x.__class__` being type(x) where code
+    # reads it, as the wrappers of transformers' deprecated arguments do
+    has_name = base.__module__.startswith("transformers.")
+    made = derived(_EnclosedBlock if has_name else _DisguisedBlock, base, forward, block_class)
+    if has_name:
+        made.__name__, made.__qualname__ = base.__name__, base.__qualname__
     return made
 
 

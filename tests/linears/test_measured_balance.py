@@ -13,8 +13,9 @@ pytest.importorskip("transformers")
 import sage_processors as sp
 from sage_kernels.facts import few_rows
 from sage_processors.linears.measured_balance import measured_balances
+from sage_processors.linears.random_run import random_run
 from sage_processors.linears.weights.few_rows import in_16_bit_rows
-from sage_processors.linears.weights.layers import follows_gate, linear_layers
+from sage_processors.linears.weights.layers import follows_gate, is_in_attention, linear_layers
 from sage_processors.linears.weights.linear_state import linear_state
 from tests.linears.counting import relative_error
 from tests.support.tiny_language_models import MODELS
@@ -196,11 +197,59 @@ def test_models_whose_blocks_end_in_a_norm_are_not_balanced():
 
 
 def test_states_that_several_layers_read_are_not_taken_for_what_attention_returns():
-    """Keys and values of an encoder's states; a balance of their own each would be no one's."""
+    """Keys and values of an encoder's states, whose norm is long ago: they read one tensor, and would share none."""
     model, inputs = MODELS["t5"]()
     found = measured_balances(model, lambda: model(**inputs))
-    assert any(name.endswith("EncDecAttention.o") for name in found)
-    assert not [name for name in found if name.endswith(("EncDecAttention.k", "EncDecAttention.v"))]
+    cross = "decoder.block.{}.layer.1.EncDecAttention.{}"
+    assert cross.format(1, "o") in found and cross.format(0, "k") in found
+    assert found[cross.format(0, "k")] is found[cross.format(0, "v")]
+    assert not [name for name in found if name in (cross.format(1, "k"), cross.format(1, "v"))]
+
+
+def tiny(kind: str):
+    """A model of transformers by the name of its config, with heads of 16 channels."""
+    import transformers
+
+    shape = dict(vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4)
+    shape |= dict(num_key_value_heads=2, head_dim=16)
+    config = getattr(transformers, f"{kind}Config")(**shape)
+    return getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+
+
+def test_layers_of_one_norm_share_a_balance_though_norms_of_heads_run_in_between():
+    model = tiny("Qwen3")
+    found = measured_balances(model, lambda: model(torch.randint(97, (1, 40)), use_cache=False))
+    own = [found[f"model.layers.0.self_attn.{name}_proj"] for name in ("q", "k", "v")]
+    assert own[0] is own[1] is own[2] and "model.layers.0.self_attn.o_proj" in found
+
+
+def test_a_decoder_layer_that_is_called_attention_is_not_taken_for_attention():
+    model = MODELS["llama"]()[0]
+    owners = dict(model.named_modules())
+    name = "model.layers.0.mlp.down_proj"
+    assert is_in_attention("model.layers.0.self_attn.o_proj", owners) and not is_in_attention(name, owners)
+    layer = owners["model.layers.0"]
+    layer.__class__ = type("TinySelfAttentionDecoderLayer", (type(layer),), {})
+    assert follows_gate(name, owners) and not is_in_attention(name, owners)
+
+
+def test_a_first_token_beyond_the_vocabulary_is_left_out():
+    model = tiny("Llama")
+    model.config.bos_token_id = 128_000
+    run = random_run(model)
+    assert run().logits.isfinite().all()
+
+
+@pytest.mark.parametrize("where", ["applied", "applied and called"])
+def test_balances_that_are_measured_in_inference_mode_serve_every_call(where):
+    model = tiny("Llama")
+    ids = torch.randint(97, (1, 40))
+    want = logits(model, {"input_ids": ids})
+    with torch.inference_mode():
+        sp.apply(model, CONFIG)
+        if where != "applied":
+            assert relative_error(model(ids, use_cache=False).logits.clone(), want) < 0.1
+    assert relative_error(logits(model, {"input_ids": ids}), want) < 0.1
 
 
 def test_a_measurement_needs_no_layer_that_a_norm_feeds():
@@ -210,3 +259,4 @@ def test_a_measurement_needs_no_layer_that_a_norm_feeds():
     model[1].weight.data[2] = 100.0
     found = measured_balances(model, lambda: model(x))
     assert set(found) == {"2"} and found["2"][2] < 0.25
+    assert set(measured_balances(model, lambda: model(x[0]))) == {"2"}

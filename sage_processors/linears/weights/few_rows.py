@@ -69,7 +69,7 @@ def in_16_bit_rows(x: torch.Tensor, dtype: torch.dtype, balance: torch.Tensor | 
     """
     if balance is None:
         return x if x.dtype == dtype else x.to(dtype)  # the same tensor for all layers that read it
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or x.requires_grad or type(x) is not torch.Tensor:
         return (x.float() * balance).to(dtype)
     return torch.mul(x, balance, out=torch.empty(x.shape, dtype=dtype, device=x.device))  # one launch
 

@@ -148,8 +148,14 @@ def follows_gate(name: str, owners: dict) -> bool:
 
 
 def is_in_attention(name: str, owners: dict) -> bool:
-    """Return True for a layer inside of a module whose class is called Attention. owners: {name: module}."""
-    return _is_called(name, owners, (), ("Attention",))
+    """Return True for a layer inside of a module whose class is called Attention. owners: {name: module}.
+
+    Whole decoder layers are called so in some models: JambaAttentionDecoderLayer has its feed-forward layers, too.
+    """
+    parts = name.split(".")
+    above = (owners.get(".".join(parts[:i])) for i in range(1, len(parts)))
+    kinds = [_class_name(owner) for owner in above if owner is not None]
+    return any("Attention" in kind and not kind.endswith(("Layer", "Block")) for kind in kinds)
 
 
 def _protection(name: str, owners: dict, inside: list[str]) -> str:

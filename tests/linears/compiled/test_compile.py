@@ -399,3 +399,23 @@ def test_what_a_call_may_write_to():
     }
     found = {name: any(z is not None and not is_own(z) for z in written_by(node)) for name, node in calls.items()}
     assert {name for name, writes in found.items() if not writes} == {"reads", "and", "not by place", "own"}
+
+
+@pytest.mark.slow("compiles models of transformers")
+@pytest.mark.parametrize("name", ["llama", "gemma3", "bert"])
+def test_a_model_of_transformers_is_compiled_in_one_graph(name):
+    """Dynamo guards on the class of a decoder layer, which a swap has changed."""
+    pytest.importorskip("transformers")
+    from tests.support.tiny_language_models import MODELS as LANGUAGE_MODELS
+
+    model, inputs = LANGUAGE_MODELS[name]()
+    inputs = {key: value for key, value in inputs.items() if key in ("input_ids", "attention_mask")}
+    given = {} if name == "bert" else {"use_cache": False}
+    with torch.no_grad():
+        stock = model(**inputs, **given)[0]
+        with sp.quantize_linears(model, min_features=1) as swap:
+            eager = model(**inputs, **given)[0]
+            torch._dynamo.reset()
+            compiled = torch.compile(model, backend="aot_eager", fullgraph=True)(**inputs, **given)[0]
+            assert swap.report().fallbacks == {}
+    assert relative_error(compiled, eager) < 1e-3 < relative_error(compiled, stock)
