@@ -40,25 +40,29 @@ def peers(rows: list[dict[str, str]]) -> str:
 def peer_models(rows: list[dict[str, str]]) -> str:
     """Return a table of whole pictures and clips: each way's time as a share of compiled stock's in the same run.
 
-    The newest run of each way counts that has compiled stock.
+    A line is a run that has compiled stock and the newest row of some way.
     """
     timed = [row for row in rows if row["suite"] in ("picture", "clip") and row["metric"] == "time"]
     timed = [row for row in timed if _is_whole(row["case"])]
-    compiled = {(row["case"], row["commit"], row["gpu"]): row for row in timed if row["provider"] == COMPILED}
-    shares: dict[str, dict[tuple[str, str], str]] = {}
+    compiled = {(row["case"], row["commit"]): float(row["median"]) for row in timed if row["provider"] == COMPILED}
+    runs: dict[tuple[str, str], dict[tuple[str, str], str]] = {run: {} for run in compiled}
+    newest: dict[tuple[str, tuple[str, str]], tuple[str, str]] = {}
     for row in timed:
-        stock = compiled.get((row["case"], row["commit"], row["gpu"]))
-        if stock is not None and row is not stock:
-            own = shares.setdefault(row["case"], {})
-            own[row["provider"], row["recipe"]] = f"{float(row['median']) / float(stock['median']):.2f}{_error(row)}"
-    if not shares:
+        run = row["case"], row["commit"]
+        if run in compiled and row["provider"] != COMPILED:
+            way = row["provider"], row["recipe"]
+            runs[run][way] = f"{float(row['median']) / compiled[run]:.2f}{_error(row)}"
+            newest[row["case"], way] = run
+    shown = [run for case in dict.fromkeys(case for case, _ in runs) for run in runs if run[0] == case]
+    shown = [run for run in shown if run in newest.values()]
+    if not shown:
         return "No rows yet: `bench_pictures.py` with the way compiled."
     ways = [(STOCK, ""), ("torch_sdpa_cudnn", "")]
     ways += [(OURS, recipe) for recipe in (DEFAULT_RECIPE, "preset_fast", "preset_small")]
-    ways += sorted({way for own in shares.values() for way in own if way[0].startswith(OTHERS)})
-    ways = [way for way in ways if any(way in own for own in shares.values())]
-    lines = [[case, *(own.get(way, "–") for way in ways)] for case, own in shares.items()]
-    return markdown_table(["model", *(recipe or provider for provider, recipe in ways)], lines)
+    ways += sorted({way for run in shown for way in runs[run] if way[0].startswith(OTHERS)})
+    ways = [way for way in ways if any(way in runs[run] for run in shown)]
+    lines = [[*run, *(runs[run].get(way, "–") for way in ways)] for run in shown]
+    return markdown_table(["model", "commit", *(recipe or provider for provider, recipe in ways)], lines)
 
 
 def _error(row: dict[str, str]) -> str:

@@ -36,8 +36,9 @@ def quantize_linears(
         on_unsupported: as in SageAttnProcessor.
         gated: "16bit": layers behind a gated activation, such as SwiGLU's down_proj, run in 16 bit in calls of many
             rows, unless `layers` names them or their 16-bit weight is dropped. `apply` does that in language models.
-        calibration: a function that runs the model once, such as `lambda: model(ids)`. Outputs of norms are balanced
-            by what it shows. `apply` runs language models on random tokens. None: by the weights alone.
+        calibration: a function that runs the model once, such as `lambda: model(ids)`. Outputs of norms and of
+            attention are balanced by what it shows. `apply` runs language models on random tokens. None: by the
+            weights alone.
     Returns: a LinearSwap: report(), refresh(), remove(). Calling it again replaces the options.
     Raises: TypeError, ValueError for options of a wrong type or value. The model is then unchanged.
     """

@@ -134,7 +134,7 @@ def test_the_time_of_a_way_counts_its_steps_in_16_bit():
     assert [line.split(" | ")[-1].strip(" |") for line in lines] == ["0.50", "0.58", "0.50"]
 
 
-def test_ways_are_shares_of_compiled_stock_in_their_own_newest_run(tmp_path):
+def test_ways_are_shares_of_compiled_stock_run_by_run(tmp_path):
     path = tmp_path / "results.csv"
     timed = {"suite": "picture", "case": "flux_1024", "gpu": "H200", "metric": "time", "unit": "s"}
     runs = {
@@ -150,5 +150,8 @@ def test_ways_are_shares_of_compiled_stock_in_their_own_newest_run(tmp_path):
         for provider in others:
             append_row(path, **timed, commit=commit, provider=provider, median=3)
     lines = peer_models(read_rows(path)).splitlines()
-    assert lines[0] == "| model | qk_int8_pv_bf16 | flash_attn_4 | sageattention_2 |"  # run c has no compiled stock
-    assert lines[2:] == ["| flux_1024 | 1.00 (all in 16 bit) | 0.60 | 0.75 |"]
+    assert lines[0] == "| model | commit | qk_int8_pv_bf16 | flash_attn_4 | sageattention_2 |"  # c: no compiled stock
+    assert lines[2:] == [
+        "| flux_1024 | a | 0.80 (1.2%) | 0.60 | 0.60 |",
+        "| flux_1024 | b | 1.00 (all in 16 bit) | – | 0.75 |",
+    ]
