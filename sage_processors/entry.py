@@ -39,9 +39,10 @@ def apply(target: Any, config: SageAttnProcessor | None = None) -> Handle:
         from .language.generation.handle import apply_to_language_model
 
         return apply_to_language_model(target, config)  # type: ignore[return-value]
-    from .diffusion.handle import swap_denoisers
+    from .diffusion.handle import Handle, remove_handles
 
-    return swap_denoisers(target, config)
+    remove_handles(target)
+    return Handle(target, config)
 
 
 def handle_of(target: Any) -> Handle | None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..options import SageAttnProcessor, options_of
 from .calls.sage_class import sage_class
-from .handle import swap_denoisers
+from .handle import Handle, remove_handles
 from .host.discovery import unwrap
 
 
@@ -72,7 +72,9 @@ def processors_for(model: Any, config: SageAttnProcessor | None = None) -> dict[
             f"model: got {type(model).__name__}, expected one with set_attn_processor; "
             "use sage_processors.apply(model) instead"
         )
-    swap_denoisers(model, options_of(config))
+    config = options_of(config)
+    remove_handles(model)
+    Handle(model, config)
     return dict(model.attn_processors)
 
 

@@ -310,13 +310,12 @@ class Handle:
         return f"<sage_processors.Handle: {self.config}, {state}>"
 
 
-def swap_denoisers(target: Any, config: SageAttnProcessor) -> Handle:
-    """Put INT8 attention into a pipeline's denoisers, or into one model; an earlier handle is removed first."""
+def remove_handles(target: Any) -> None:
+    """Remove the live handles of a pipeline's denoisers, or of one model."""
     earlier = (handle_of_denoisers(x) for x in (denoisers(target).values() if is_pipeline(target) else (target,)))
     for handle in list(earlier):
         if handle is not None:
             handle.remove()
-    return Handle(target, config)
 
 
 def handle_of_denoisers(target: Any) -> Handle | None:
