@@ -30,7 +30,7 @@ def apply(target: Any, config: SageAttnProcessor | None = None) -> Handle:
     Raises: TypeError for other arguments, ValueError if there is nothing to swap, ImportError without diffusers for
         other models than those of transformers.
     """
-    config, target = options_of(config), unwrap(target)
+    config, target = options_of(config), _inner(unwrap(target))
     if not (is_pipeline(target) or isinstance(target, nn.Module)):
         raise TypeError(
             f"target: got {type(target).__name__}, expected a DiffusionPipeline or a model (torch.nn.Module)"
@@ -47,12 +47,20 @@ def apply(target: Any, config: SageAttnProcessor | None = None) -> Handle:
 
 def handle_of(target: Any) -> Handle | None:
     """Return the live handle of a model, or of a pipeline's first denoiser with one; else None."""
-    target = unwrap(target)
+    target = _inner(unwrap(target))
     if _is_of_transformers(target):
         return getattr(vars(target).get("_sage"), "handle", None)
     from .diffusion.handle import handle_of_denoisers
 
     return handle_of_denoisers(target)
+
+
+def _inner(target: Any) -> Any:
+    """Return the model inside of a PeftModel or a peft tuner, whose class says nothing of attention; or the target."""
+    inner = getattr(target, "get_base_model", None) if type(target).__module__.startswith("peft.") else None
+    if inner is not None:
+        return inner()
+    return target.model if type(target).__module__.startswith("peft.tuners.") else target
 
 
 def _is_of_transformers(target: Any) -> bool:

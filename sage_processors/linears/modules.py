@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import os
+import sys
 import types
 from typing import Any
 
@@ -30,6 +32,7 @@ from .weights.storage import CODES, SCALE, as_saved, in_place, is_captured
 
 
 _DEVICES = ("cpu", "cuda")
+_PEFT_READERS = ("forward", "dequantize_module_weight")  # functions of peft that read a base layer's numbers
 _ORDINARY = (torch.Tensor, nn.Parameter)
 _READY = (PostponedNorm, PostponedColumns)  # postponed results that quantise themselves
 _STORED = (PostponedCast, JoinedParts)  # those whose numbers a norm reads where they are
@@ -231,11 +234,25 @@ def _compiled(module, base, x):
     return y if bias is None else y + bias.to(dtype)
 
 
+def _refuse_numbers(state: LinearState, reader: types.CodeType) -> None:
+    """Raise a RuntimeError if an adapter of peft is about to compute with a dropped weight, which has no numbers.
+
+    Others read its dtype, device or shape, as peft's plain LoRA does. reader: the code that reads it.
+    """
+    if f"{os.sep}peft{os.sep}" in reader.co_filename and reader.co_name in _PEFT_READERS:
+        raise RuntimeError(
+            f"weight of {state.label}: got an adapter that computes with it, such as DoRA, HRA or PiSSA, expected "
+            "plain LoRA: this layer's 16-bit weight was dropped, or never loaded; give the model its adapter in 16 bit"
+        )
+
+
 def _handed_out(name: str, mark: str) -> property:
     """Return the property for a 16-bit parameter; reading it sets `mark`, as the reader may write to it."""
 
     def read(self):
         if not torch.compiler.is_compiling():
+            if self._sage.dropped and name == "weight":
+                _refuse_numbers(self._sage, sys._getframe(1).f_code)
             setattr(self._sage, mark, True)
         return _attribute(self, name)
 

@@ -9,24 +9,29 @@ import torch
 
 
 TOKENS = 256
-UNMEASURED = (
-    "Linear layers are balanced by their weights alone, which costs some percent of perplexity, as the model can't be "
-    "run on random tokens here. Load or apply it on the device that it will run on."
+_UNMEASURED = (
+    "Linear layers are balanced by their weights alone, which costs some percent of a language model's perplexity, as "
 )
 
 
-def random_run(model: Any) -> Callable[[], object] | None:
-    """Return a function that runs the model on random tokens of a fixed seed, or None.
+def unmeasured(reason: str) -> str:
+    """Return the sentence for the log and the report that no run measured activations, and why."""
+    return f"{_UNMEASURED}{reason}."
 
-    None where the input is more than token ids, or where weights are not on the device that the model is to run on.
-    """
+
+def random_run(model: Any) -> Callable[[], object] | str:
+    """Return a function that runs the model on random tokens of a fixed seed, or the reason why it can't be run so."""
     config = model.config.get_text_config(decoder=True)
     devices = {parameter.device for parameter in model.parameters()}
-    if getattr(model, "main_input_name", "") != "input_ids" or model.config.is_encoder_decoder or model.training:
-        return None
+    if model.training:
+        return "the model is in training mode: call model.eval() first"
+    if getattr(model, "main_input_name", "") != "input_ids":
+        return "the model takes other inputs than the ids of tokens"
+    if model.config.is_encoder_decoder:
+        return "the model is an encoder with a decoder, which random tokens don't serve"
     device = devices.pop() if len(devices) == 1 else torch.device("meta")
     if device.type == "meta" or (device.type == "cpu" and torch.cuda.is_available()):
-        return None
+        return "the model is not on the device that it will run on: load or apply it there"
     tokens = min(TOKENS, getattr(config, "max_position_embeddings", None) or TOKENS)
     ids = torch.randint(config.vocab_size, (1, tokens), generator=torch.Generator("cpu").manual_seed(0), device="cpu")
     if isinstance(config.bos_token_id, int) and 0 <= config.bos_token_id < config.vocab_size:

@@ -13,7 +13,7 @@ from sage_kernels import quantize_weight
 
 from ..linears.balance import Balance
 from ..linears.measured_balance import measured_balances
-from ..linears.random_run import UNMEASURED, random_run
+from ..linears.random_run import random_run, unmeasured
 from ..linears.swap import LinearSwap
 from ..linears.weights.linear_state import LinearState, in_16_bit
 
@@ -30,14 +30,14 @@ def balance_by_run(swap: LinearSwap, files: Iterable[Any]) -> None:
         its own name and with its own numbers (renamed, joined or split while it was read) is rounded twice.
     """
     states = {state.label: state for state in swap.states() if state.dropped and not state.is_weight_only}
+    run, vectors = random_run(swap.model), {}
     try:
-        run = random_run(swap.model)
-        vectors = {} if run is None else _measured(swap, list(states.values()), run)
+        if not isinstance(run, str):
+            vectors = _measured(swap, list(states.values()), run)
     except Exception as error:  # of a model that wants other inputs, or of too little memory
-        logger.info("linears: no run on random tokens: %s", error)
-        run = None
-    if run is None:
-        logger.warning("linears: %s", UNMEASURED)
+        run = f"a run on random tokens failed ({type(error).__name__}: {error})"
+    if isinstance(run, str):
+        logger.warning("linears: %s", unmeasured(run))
         return
     made: dict[int, Balance] = {}
     with torch.no_grad():

@@ -14,7 +14,7 @@ from sage_kernels.testing import relative_l2
 from sage_processors.language import report as transformers_counts
 from sage_processors.reporting.event_counter import shared_numbers
 from tests.support.language_calls import ANY_LENGTH, SAME, exact_op, forward, tiny
-from tests.support.tiny_language_models import VOCABULARY, tokens
+from tests.support.tiny_language_models import MODELS, VOCABULARY, tokens
 
 
 # Wiring, not accuracy (test_transformers_models.py and test_kv_cache.py measure that): without its mask or its window,
@@ -197,3 +197,33 @@ def test_bitsandbytes_weights(monkeypatch, tmp_path):
     assert type(model.model.layers[0].self_attn.q_proj).__name__ == "Linear8bitLt"
     # it quantises activations too: a rounding of fp32 can move one by a step of a 127th
     assert_attention_is_swapped_alone(model, inputs, monkeypatch, same=0.02)
+
+
+def test_handles_of_a_model_and_of_its_part_give_back_what_was_there_before_both():
+    model, _ = MODELS["llama"]()
+    before = model.config._attn_implementation
+    for config in (sp.SageAttnProcessor(), sp.SageAttnProcessor("fast")):
+        inner, outer = sp.apply(model.model, config), sp.apply(model, config)
+        inner.remove()
+        outer.remove()
+        assert model.config._attn_implementation == before and sp.handle_of(model) is None
+
+
+def test_a_name_that_the_user_sets_over_ours_stays():
+    model, _ = MODELS["llama"]()
+    handle = sp.apply(model, sp.SageAttnProcessor())
+    model.set_attn_implementation("sdpa")
+    handle.remove()
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_a_model_inside_of_an_adapter_of_peft_is_found():
+    peft = pytest.importorskip("peft")
+    model, inputs = MODELS["llama"]()
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"])).eval()
+    for target in (wrapped, wrapped.base_model):
+        with sp.apply(target, sp.SageAttnProcessor(min_tokens=0)) as handle, torch.no_grad():
+            assert sp.handle_of(target) is handle
+            wrapped(**inputs)
+            assert handle.report().calls
+        assert sp.handle_of(target) is None

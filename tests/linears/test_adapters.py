@@ -76,3 +76,21 @@ def test_fused_and_unfused_without_a_refresh():
             each.unload_lora()
         assert relative_error(run(model, inputs), run(stock, inputs)) < 0.02
     assert relative_error(run(model, inputs), run(stock, inputs)) < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["dora", "hra"])
+def test_an_adapter_that_computes_with_a_dropped_weight_is_refused(kind):
+    """Its 16-bit numbers are not there: without the error the result would be NaN."""
+    model, inputs = MODELS["flux"]()
+    options = {"r": 4, "target_modules": ["to_q"]}
+    config = peft.LoraConfig(**options, use_dora=True) if kind == "dora" else peft.HRAConfig(**options)
+    sp.quantize_linears(model, min_features=0, drop_weights=True)
+    with pytest.raises(RuntimeError, match="an adapter that computes with it.*16-bit weight was dropped"):
+        model.add_adapter(config)
+        run(model, inputs)
+
+
+def test_plain_lora_reads_no_numbers_of_a_dropped_weight():
+    model, inputs = MODELS["flux"]()
+    sp.quantize_linears(model, min_features=0, drop_weights=True)
+    assert run(add_lora(model), inputs).isfinite().all()

@@ -236,8 +236,20 @@ def test_a_decoder_layer_that_is_called_attention_is_not_taken_for_attention():
 def test_a_first_token_beyond_the_vocabulary_is_left_out():
     model = tiny("Llama")
     model.config.bos_token_id = 128_000
-    run = random_run(model)
-    assert run().logits.isfinite().all()
+    assert random_run(model)().logits.isfinite().all()
+
+
+def test_a_model_that_was_not_run_says_why(caplog):
+    reasons = {
+        "t5": "an encoder with a decoder",
+        "vit": "other inputs than the ids of tokens",
+        "llama": "training mode",
+    }
+    for name, reason in reasons.items():
+        model, _ = MODELS[name]()
+        model.train(name == "llama")
+        with sp.apply(model, CONFIG) as handle:
+            assert any(reason in note for note in handle.report().notes), name
 
 
 @pytest.mark.parametrize("where", ["applied", "applied and called"])

@@ -9,7 +9,7 @@ import sage_kernels
 from sage_kernels.facts import crossover
 
 from ...linears.quantize import quantize_linears
-from ...linears.random_run import UNMEASURED, random_run
+from ...linears.random_run import random_run, unmeasured
 from ...linears.swap import LinearSwap, swap_of
 from ...option_groups import OF_ATTENTION, Keep, Scaling
 from ...options import SageAttnProcessor
@@ -53,6 +53,7 @@ class LanguageHandle:
         self.graphs: DecodeGraphs | None = None
         self._last_report: AttentionReport | None = None
         self._notes: list[str] = []
+        self._name: str | None = None
         self._before = [(x, x._attn_implementation) for x in configs_of(model)]
         try:
             rules: Any = dict(config.rules("linears"))
@@ -62,7 +63,8 @@ class LanguageHandle:
                 self.linears = kept  # 8-bit layers whose 16-bit weights an earlier handle has dropped
             elif config.linears.format != "none" or rules:
                 self.linears = self._quantized(rules, strictness)
-            model.set_attn_implementation(implementation_of(config))
+            self._name = implementation_of(config)
+            model.set_attn_implementation(self._name)
             stop_graphs(model)
             self.graphs = start_graphs(model) if config.graphs == "auto" else None
             if self.graphs is not None:
@@ -78,15 +80,16 @@ class LanguageHandle:
         own = self.config.linears
         options: dict[str, Any] = {"layers": rules, "min_features": own.min_features, "on_unsupported": strictness}
         options |= {"drop_weights": own.drop_weights, "gated": "16bit"}
+        run, found = random_run(self.model), None
         try:
-            run = random_run(self.model)
-            found = None if run is None else quantize_linears(self.model, own.format, calibration=run, **options)
+            if not isinstance(run, str):
+                found = quantize_linears(self.model, own.format, calibration=run, **options)
         except Exception as error:  # of a model that wants other inputs, or of too little memory
-            logger.info("linears: no run on random tokens: %s", error)
-            found = None
+            run = f"a run on random tokens failed ({type(error).__name__}: {error})"
         if found is None:
-            self._notes.append(UNMEASURED)
-            logger.warning("linears: %s", UNMEASURED)
+            said = unmeasured(str(run))
+            self._notes.append(said)
+            logger.warning("linears: %s", said)
             found = quantize_linears(self.model, own.format, **options)
         return found
 
@@ -139,7 +142,9 @@ class LanguageHandle:
         if handle_of(self.model) is self:
             forget(self.model, "handle")
         for config, name in self._before:  # parents first: setting a parent's name sets its parts' too
-            config._attn_implementation = name
+            now = str(config._attn_implementation).removeprefix("paged|")
+            if self._name in (None, now):  # else somebody has chosen another one since
+                config._attn_implementation = name
 
     def __enter__(self) -> LanguageHandle:
         return self
@@ -165,15 +170,16 @@ def handle_of(model: Any) -> LanguageHandle | None:
 
 
 def apply_to_language_model(model: Any, config: SageAttnProcessor) -> LanguageHandle:
-    """Run a transformers model in INT8. An earlier handle of it is removed first.
+    """Run a transformers model in INT8. An earlier handle of it, or of a part, is removed first.
 
     Raises: ValueError for options that mean nothing here; UnsupportedAttentionError for a model without attention that
         takes an implementation.
     """
     check_options(config)
-    earlier = handle_of(model)
-    if earlier is not None:
-        earlier.remove()
+    for part in list(model.modules()):
+        earlier = handle_of(part)
+        if earlier is not None:
+            earlier.remove()
     return LanguageHandle(model, config)
 
 
