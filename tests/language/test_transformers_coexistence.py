@@ -227,3 +227,19 @@ def test_a_model_inside_of_an_adapter_of_peft_is_found():
             wrapped(**inputs)
             assert handle.report().calls
         assert sp.handle_of(target) is None
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_vocabulary_may_grow_and_shrink_under_an_int8_head(tied):
+    shape = dict(vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=1, tie_word_embeddings=tied)
+    config = transformers.LlamaConfig(**shape, num_attention_heads=4, num_key_value_heads=2)
+    model, ids = transformers.LlamaForCausalLM(config).eval(), torch.randint(80, (1, 40))
+    options = {"linears": sp.Linears("int8", min_features=1), "layers": {"lm_head": {"linears": "int8"}}}
+    with torch.no_grad(), sp.apply(model, sp.SageAttnProcessor(**options)) as handle:
+        for size in (110, 90):
+            model(ids)
+            model.resize_token_embeddings(size)
+            found = model(ids).logits
+            handle.remove()
+            assert relative_l2(found, model(ids).logits) < 0.05
+            handle = sp.apply(model, sp.SageAttnProcessor(**options))

@@ -72,6 +72,10 @@ class Storage:
             return rows
         return QuantizedRows(codes[start:stop], scale[start:stop])
 
+    def fits(self, index: int, weight: torch.Tensor) -> bool:
+        """Return True if the 8-bit rows of a weight can be written: a module with others keeps its number of rows."""
+        return len(self.modules) == 1 or len(weight) == self.starts[index + 1] - self.starts[index]
+
     def write(self, index: int, rows: QuantizedRows) -> None:
         """Store the 8-bit weight of one module, given in the order of its own rows.
 
@@ -79,6 +83,7 @@ class Storage:
         """
         home = self.modules[0]
         if len(self.modules) == 1:
+            self.starts = [0, len(rows.codes)]  # a vocabulary may have grown, and lm_head with it
             rows = QuantizedRows(*(self.turned(part) for part in rows)) if self.in_turns else rows
         for name, part in zip((CODES, SCALE), rows, strict=True):
             old = home._buffers.get(name)
