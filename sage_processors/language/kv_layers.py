@@ -268,7 +268,7 @@ class Int8Layer(CacheLayerMixin):
                 "for; make it with Int8KVCache(model.config) of this model"
             )
 
-    def _prepare(self, key_states, value_states) -> None:
+    def _prepare(self, key_states, value_states) -> Any:
         """Allocate buffers if there are none, bring them to the device, and check the tokens.
 
         Returns: the tokens, keys and values in one dtype.

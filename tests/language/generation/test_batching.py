@@ -219,9 +219,17 @@ def test_attention_in_16_bit_is_stocks(llama):
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_a_forward_under_autocast_is_served_too(name):
+def test_a_forward_under_autocast_is_served_in_its_dtype(name, monkeypatch):
     """Rotary embeddings then give queries and keys another dtype than values."""
-    model, inputs = make(name), prompts(5, 40)
+    model, inputs, dtypes = make(name), prompts(5, 40), set()
+    attend = paged_cache.Int8PagedCache.attend
+
+    def watched(*args, **kwargs):
+        out = attend(*args, **kwargs)
+        dtypes.add(out.dtype)
+        return out
+
+    monkeypatch.setattr(paged_cache.Int8PagedCache, "attend", watched)
     forward = model.forward
 
     @functools.wraps(forward)
@@ -234,7 +242,7 @@ def test_a_forward_under_autocast_is_served_too(name):
     stock = [model.generate(torch.tensor([x]), generation)[0, len(x) :].tolist() for x in inputs]
     with sp.apply(model, sp.SageAttnProcessor()):
         together = texts(serve(model, inputs))
-    assert [len(x) for x in together] == [NEW] * 2
+    assert dtypes == {torch.bfloat16} and [len(x) for x in together] == [NEW] * 2
     assert all(x[0] == y[0] for x, y in zip(together, stock, strict=True))
 
 
