@@ -25,15 +25,16 @@ def is_autocast(device: torch.device) -> bool:
     return device.type != "meta" and torch.is_autocast_enabled(device.type)
 
 
-def autocast(query, key, value):
-    """Cast the inputs of attention as autocast does for scaled_dot_product_attention.
+def autocast(*tensors):
+    """Cast inputs of attention as autocast does for scaled_dot_product_attention.
 
     PyTorch does not know our op by name. Floating-point tensors other than fp64 get autocast's dtype.
     """
-    if not is_autocast(query.device):
-        return query, key, value
-    dtype = torch.get_autocast_dtype(query.device.type)
-    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (query, key, value))
+    device = tensors[0].device
+    if not is_autocast(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device.type)
+    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
 
 
 class AsUnderNoGrad:

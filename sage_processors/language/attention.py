@@ -291,6 +291,7 @@ def _attend_cache(
             f"{what} of {call.label}: got it together with an INT8 cache, expected inference without it; "
             "use an ordinary cache for that"
         )
+    (query,) = autocast(query)
     seq_q, seq_kv = query.shape[2], key.shape[2]
     mask, causal, window, seen = masking(call, seq_q, seq_kv)
     if window is not None and not causal:

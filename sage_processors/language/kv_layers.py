@@ -13,6 +13,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from sage_kernels import append_kv
 
+from ..torch_modes import autocast
 from .kv_vectors import FIRST_TOKENS, choose_vectors, must_choose_again
 from .quantized_kv import QuantizedKV
 
@@ -127,7 +128,8 @@ class Int8Layer(CacheLayerMixin):
         return result
 
     def _append(self, key_states, value_states, owner):
-        self._prepare(key_states, value_states)
+        as_they_came = key_states, value_states
+        key_states, value_states = self._prepare(key_states, value_states)
         number = key_states.shape[2]
         first = self.cumulative_length == 0
         replaced = self.is_sliding and not self.record_past and number >= self.sliding_window
@@ -144,7 +146,7 @@ class Int8Layer(CacheLayerMixin):
             self._store(key_states, value_states)
         shown = self.get_mask_sizes(number)[0]
         self.cumulative_length += number
-        result = (key_states, value_states) if first else (self._stored(self.end - shown, owner),) * 2
+        result = as_they_came if first else (self._stored(self.end - shown, owner),) * 2
         if replaced and not first:  # no older token is left: choose centre and balance again, in new buffers
             self.begin = self.end
             self._allocate(0)
@@ -266,12 +268,16 @@ class Int8Layer(CacheLayerMixin):
                 "for; make it with Int8KVCache(model.config) of this model"
             )
 
-    def _prepare(self, key_states, value_states) -> None:
-        """Allocate buffers if there are none, bring them to the device, and check the tokens."""
+    def _prepare(self, key_states, value_states) -> Any:
+        """Allocate buffers if there are none, bring them to the device, and check the tokens.
+
+        Returns: the tokens, keys and values in one dtype.
+        """
+        self._check_model(key_states, value_states)
+        key_states, value_states = _in_one_dtype(key_states, value_states)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self.prefetch()
-        self._check_model(key_states, value_states)
         wanted = (self.batch_size, self.num_heads, self.head_dim)
         for name, x in (("key_states", key_states), ("value_states", value_states)):
             if (x.shape[0], x.shape[1], x.shape[3]) != wanted:
@@ -285,6 +291,7 @@ class Int8Layer(CacheLayerMixin):
                     f"{name}: got device {x.device}, expected {self.device}, where the layer's tokens are; keep each "
                     f"layer of the model on one device, or {self._how_to_restart}"
                 )
+        return key_states, value_states
 
     def _choose_vectors(self, key_states, value_states) -> None:
         self.k_mean, self.k_balance = choose_vectors(key_states, value_states, first_stays=not self.is_sliding)
@@ -361,6 +368,17 @@ class Int8Layer(CacheLayerMixin):
         buffers: Any = (x[:, :, begin : self.end] for x in self._buffers())
         parts = [*buffers, self.k_mean, self.k_balance, None, False, self.dtype, owner]
         return QuantizedKV(*parts)
+
+
+def _in_one_dtype(key_states, value_states):
+    """Bring keys and values to one dtype: autocast's if it is on, else that of the values.
+
+    Under autocast a linear layer returns 16 bit, and rotary embeddings in fp32 make keys fp32 again.
+    """
+    if key_states.dtype != value_states.dtype:
+        key_states, value_states = autocast(key_states, value_states)
+        key_states = key_states.to(value_states.dtype)
+    return key_states, value_states
 
 
 def _is_sharded(heads: int, known) -> bool:

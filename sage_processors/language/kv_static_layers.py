@@ -78,7 +78,8 @@ class Int8StaticLayer(Int8Layer):
         """
         self._catch_up()
         trial = self._trial()
-        trial._prepare(key_states, value_states)
+        as_they_came = key_states, value_states
+        key_states, value_states = trial._prepare(key_states, value_states)
         number = key_states.shape[2]
         if self.is_sliding or not torch.compiler.is_compiling():
             trial._check_room(number)
@@ -93,7 +94,7 @@ class Int8StaticLayer(Int8Layer):
         self._settle(key_states, value_states, first, again)
         self._count(number)
         if first:
-            return key_states, value_states
+            return as_they_came
         return (self._stored(0, self) if chronological is None else chronological,) * 2
 
     def _chronological(self, key_states, value_states, owner, again) -> QuantizedKV | None:

@@ -11,7 +11,7 @@ import sage_processors as sp
 from sage_kernels import append_kv
 from sage_kernels.testing import relative_l2
 from sage_processors.language.kv_layers import Int8Layer
-from sage_processors.language.kv_static_layers import Int8StaticSlidingLayer
+from sage_processors.language.kv_static_layers import Int8StaticLayer, Int8StaticSlidingLayer
 from sage_processors.language.kv_vectors import ENOUGH, choose_vectors
 from sage_processors.language.masks import BandMask
 from sage_processors.language.quantized_kv import QuantizedKV, quantized_kv_of
@@ -26,20 +26,60 @@ def attention_layer():
     return AttentionInterface._global_mapping[ANY_LENGTH], model.model.layers[0].self_attn
 
 
-@pytest.mark.parametrize("through", ["op", "layer"])
-def test_C16_values_of_another_dtype_than_the_keys_are_refused(through):
+def test_C16_values_of_another_dtype_than_the_keys_are_refused():
     layer = Int8Layer()
     layer.update(*(x.half() for x in states(4)))
     before = [x.clone() for x in (layer.k_codes, layer.v_codes)]
     k, v = states(2, seed=1)
     with pytest.raises(ValueError, match=r"v: got torch.float32 .*, expected k's torch.float16"):
-        if through == "layer":
-            layer.update(k.half(), v)
-        else:
-            buffers = (layer.k_codes, layer.k_scale, layer.v_codes, layer.v_scale)
-            append_kv(k.half(), v, layer.k_mean, *buffers, position=4)
-    assert layer.end == layer.cumulative_length == 4
+        buffers = (layer.k_codes, layer.k_scale, layer.v_codes, layer.v_scale)
+        append_kv(k.half(), v, layer.k_mean, *buffers, position=4)
     assert all(torch.equal(a, b) for a, b in zip(before, (layer.k_codes, layer.v_codes), strict=True))
+
+
+@pytest.mark.parametrize("cast", [None, torch.bfloat16, torch.float16], ids=["plain", "bf16", "fp16"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        Int8Layer,
+        lambda: Int8Layer(sliding_window=9),
+        lambda: Int8StaticLayer(64),
+        lambda: Int8StaticSlidingLayer(64, 9),
+    ],
+    ids=["growing", "growing_sliding", "static", "static_sliding"],
+)
+def test_C16_a_layer_brings_keys_and_values_to_one_dtype(make, cast):
+    """As if they had come in it: autocast's, else that of the values. A prompt comes back as it was given."""
+    layer, plain, want = make(), make(), cast or torch.float16
+    for seed, number in enumerate((4, 1, 13, 1)):  # within a window, beyond it, and after it
+        k, v = states(number, seed=seed)
+        v = v.half() if cast is None else v.bfloat16()
+        with torch.autocast("cpu", cast, enabled=cast is not None):
+            got = layer.update(k, v)
+        expected = plain.update(k.to(want), v.to(want))
+        if seed == 0:
+            assert got[0] is k and got[1] is v
+        else:
+            assert got[0].dtype == layer.dtype == want
+            assert_same_codes(got[0], expected[0])
+
+
+def assert_same_codes(got, expected):
+    assert got.shape == expected.shape
+    seen = slice(None) if got.lengths is None else slice(min(int(got.lengths), got.shape[2]))
+    for name in ("k_codes", "k_scale", "v_codes", "v_scale"):
+        assert torch.equal(getattr(got, name)[:, :, seen], getattr(expected, name)[:, :, seen])
+    assert torch.equal(got.k_mean, expected.k_mean) and torch.equal(got.k_balance, expected.k_balance)
+
+
+def test_C16_attention_over_a_cache_returns_autocasts_dtype():
+    attend, module = attention_layer()
+    layer = Int8Layer()
+    for number in (12, 1):
+        k, v = (x[:, :2] for x in states(number))
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            out = attend(module, torch.randn(2, 4, number, 16), *layer.update(k, v.bfloat16()))[0]
+        assert out.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(("window", "expected"), [(8, "window_without_mask"), (9, INT8), (10, INT8)])

@@ -52,7 +52,7 @@ def _with_int8(prepare: Any) -> Any:
             given is not None
             or generation_config.use_cache is False
             or asked not in (None, INT8)
-            or not _takes(self, asked)
+            or not _takes(self, asked, _wants_attentions(self, generation_config, model_kwargs))
         ):
             return prepare(self, generation_config, model_kwargs, mode, batch, longest, *rest)
         generation_config.cache_implementation = None
@@ -68,8 +68,11 @@ def _with_int8(prepare: Any) -> Any:
     return _prepare_cache_for_generation
 
 
-def _takes(model: Any, asked: Any) -> bool:
-    """True if a model is to get an Int8KVCache. Raises: ValueError for "int8" where it can't be used."""
+def _takes(model: Any, asked: Any, attentions: bool) -> bool:
+    """True if a model is to get an Int8KVCache. Raises: ValueError for "int8" where it can't be used.
+
+    attentions: True if attention weights are wanted. An Int8KVCache has none, so then only "int8" makes one.
+    """
     ours = getattr(model.config, "_attn_implementation", None) in IMPLEMENTATIONS
     fits = ours and not model.config.is_encoder_decoder and model._supports_default_dynamic_cache()
     if asked == INT8 and not fits:
@@ -77,7 +80,14 @@ def _takes(model: Any, asked: Any) -> bool:
             f'cache_implementation: got "int8" for {type(model).__name__}, expected a decoder with our attention: '
             "call sage_processors.apply(model, sage_processors.SageAttnProcessor()) first"
         )
-    return fits and (_handle_of(model) is not None or asked == INT8)
+    return fits and (asked == INT8 or (_handle_of(model) is not None and not attentions))
+
+
+def _wants_attentions(model: Any, generation_config: Any, model_kwargs: dict[str, Any]) -> bool:
+    """True if a call of `generate`, or the model's config, asks for attention weights."""
+    asked = generation_config.output_attentions or model_kwargs.get("output_attentions")
+    configs = model.config, model.config.get_text_config(decoder=True)
+    return bool(asked or any(getattr(config, "output_attentions", False) for config in configs))
 
 
 def _handle_of(model: Any) -> Any:

@@ -17,6 +17,8 @@ from sage_kernels.facts.paged import SCALE_BYTES, PagedKV, paged_kv
 from sage_kernels.ops.paged import append_pages, check_pages, paged_attention, read_pages, rotate_heads
 from sage_kernels.ops.varlen import sage_attention_varlen
 
+from ...torch_modes import autocast
+
 
 LAYER = "int8_pages_of"  # the argument under which `update` tells attention which layer it is in
 MEMORY_SHARE = 0.9  # of the memory that transformers would take; it counts activations in the cache's dtype
@@ -148,6 +150,7 @@ class Int8PagedCache(PagedAttentionCache):
         Returns: [1, T, H, D].
         """
         layer = self.layer(number)
+        query, key, value = autocast(query, key, value)
         q, k = rotate_heads(query.transpose(1, 2), key.transpose(1, 2))
         q, k, v = q[0], k[0], value[0].transpose(0, 1)
         k_ends = step["cu_seq_lens_k"]

@@ -11,6 +11,7 @@ import transformers
 import transformers.modeling_utils  # noqa: F401
 
 import sage_processors as sp
+from sage_kernels.testing import relative_l2
 from tests.support.tiny_language_models import MODELS, VOCABULARY
 
 
@@ -64,6 +65,56 @@ def test_generate_makes_an_int8_cache(options):
         assert cache_of(text(model, past_key_values=mine)) is mine
         assert isinstance(cache_of(text(model, cache_implementation="dynamic")), transformers.DynamicCache)
         assert cache_of(text(model, use_cache=False)) is None
+
+
+@pytest.mark.parametrize(
+    ("held", "cast"), [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float16)], ids=["bf16", "fp16"]
+)
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3"])
+def test_generate_under_autocast_is_near_stock(name, held, cast):
+    """Rotary embeddings give keys another dtype than values there."""
+    model = MODELS[name]()[0].to(held)
+    with torch.autocast("cpu", cast):
+        stock = text(model, output_logits=True)
+        sp.apply(model, sp.SageAttnProcessor())
+        for cache in (None, sp.Int8KVCache(model.config), sp.Int8KVCache(model.config, 128)):
+            output = text(model, output_logits=True, past_key_values=cache)
+            assert isinstance(cache_of(output), sp.Int8KVCache) and output.sequences.shape == (1, 76)
+            for step, (got, want) in enumerate(zip(output.logits, stock.logits, strict=True)):
+                assert relative_l2(got.float(), want.float()) < 0.03
+                if not torch.equal(output.sequences[:, : 71 + step], stock.sequences[:, : 71 + step]):
+                    break  # a near tie: from here on it is another text
+
+
+@pytest.mark.parametrize("where", ["call", "generation_config"])
+def test_attentions_are_those_of_stock(where):
+    """An INT8 cache has none, so `generate` makes an ordinary one where they are wanted."""
+    model = MODELS["llama"]()[0]
+    stock = text(model, output_attentions=True)
+    with sp.apply(model, sp.SageAttnProcessor()):
+        if where == "call":
+            output = text(model, output_attentions=True)
+        else:
+            model.generation_config.output_attentions = True
+            output = text(model)
+            model.generation_config.output_attentions = False
+        assert isinstance(cache_of(output), transformers.DynamicCache)
+        pairs = [pair for x in zip(output.attentions, stock.attentions, strict=True) for pair in zip(*x, strict=True)]
+        assert len(pairs) == 12
+        for got, want in pairs:
+            torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+        assert isinstance(cache_of(text(model)), sp.Int8KVCache)
+        with pytest.raises(NotImplementedError, match="output_attentions of LlamaAttention 0"):
+            text(model, output_attentions=True, cache_implementation="int8")
+
+
+def test_a_config_that_asks_for_attentions_gets_an_ordinary_cache():
+    model = MODELS["llama"]()[0]
+    model.config.output_attentions = True
+    want = text(model).sequences
+    with sp.apply(model, sp.SageAttnProcessor()):
+        output = text(model)
+    assert isinstance(cache_of(output), transformers.DynamicCache) and torch.equal(output.sequences, want)
 
 
 def test_cache_implementation_int8_without_our_attention_names_what_is_meant():

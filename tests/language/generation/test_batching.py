@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 import transformers
@@ -214,6 +216,34 @@ def test_attention_in_16_bit_is_stocks(llama):
         finally:
             model.destroy_cached_continuous_batching_manager()
         assert model.config._attn_implementation == name
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_a_forward_under_autocast_is_served_in_its_dtype(name, monkeypatch):
+    """Rotary embeddings then give queries and keys another dtype than values."""
+    model, inputs, dtypes = make(name), prompts(5, 40), set()
+    attend = paged_cache.Int8PagedCache.attend
+
+    def watched(*args, **kwargs):
+        out = attend(*args, **kwargs)
+        dtypes.add(out.dtype)
+        return out
+
+    monkeypatch.setattr(paged_cache.Int8PagedCache, "attend", watched)
+    forward = model.forward
+
+    @functools.wraps(forward)
+    def cast(*args, **kwargs):
+        with torch.autocast("cpu", torch.bfloat16):
+            return forward(*args, **kwargs)
+
+    model.forward = cast
+    generation = GenerationConfig(max_new_tokens=NEW, do_sample=False, pad_token_id=0)
+    stock = [model.generate(torch.tensor([x]), generation)[0, len(x) :].tolist() for x in inputs]
+    with sp.apply(model, sp.SageAttnProcessor()):
+        together = texts(serve(model, inputs))
+    assert dtypes == {torch.bfloat16} and [len(x) for x in together] == [NEW] * 2
+    assert all(x[0] == y[0] for x, y in zip(together, stock, strict=True))
 
 
 @pytest.mark.gpu
