@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +19,41 @@ _SCALE = ".weight_scale"  # how names of the scales of 8-bit layers end
 _LOAD_AGAIN = "copy or download the folder again"
 
 
-def check_files(paths: Iterable[str | os.PathLike[str]], expected: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]):
+# What a name in a file becomes in the model, and whether its tensor stays as it is (is not joined or split).
+Renaming = Callable[[str], tuple[list[str], bool]]
+
+
+def as_named(name: str) -> tuple[list[str], bool]:
+    """Return the one name that a tensor has in the files and in the model: a `Renaming` that renames nothing."""
+    return [name], True
+
+
+def check_files(
+    paths: Iterable[str | os.PathLike[str]],
+    expected: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+    renaming: Renaming | None = as_named,
+) -> None:
     """Raise ValueError unless the files are whole and have the expected tensors.
 
-    Args: expected: {name: (dtype, shape)} of the tensors of 8-bit layers; {} for files in 16 bit.
+    Args: expected: {name: (dtype, shape)} of the tensors of 8-bit layers, named as in the model; {} for files in
+        16 bit. renaming: of names in the files to names in the model. None where it is not known: then a name that
+        one of both lacks says nothing.
     """
     found: dict[str, Any] = {}
+    converted: set[str] = set()
     for path in map(Path, paths):
         if path.suffix == ".safetensors":
-            found |= _header(path)
+            for raw, entry in _header(path).items():
+                names, is_kept = (renaming or as_named)(raw)
+                found |= dict.fromkeys(names, entry)
+                converted |= set() if is_kept else set(names)
         elif expected:
             raise ValueError(
                 f"{path.name}: got {path.suffix!r}, expected .safetensors: 8-bit weights are in no other files"
             )
-    missing = sorted(set(expected) - set(found))
-    unknown = sorted(name for name in found if name.endswith(_SCALE) and name not in expected) if expected else []
+    missing = sorted(set(expected) - set(found)) if renaming else []
+    unknown = sorted(name for name in found if name.endswith(_SCALE) and name not in expected)
+    unknown = unknown if expected and renaming else []
     if unknown:
         raise ValueError(
             f"files: got 8-bit layers {some(unknown)} that quantization_config in config.json does not name, expected "
@@ -48,8 +68,8 @@ def check_files(paths: Iterable[str | os.PathLike[str]], expected: Mapping[str, 
         raise ValueError(
             f"files: got no tensors {some(missing)}, expected the 8-bit layers of config.json; {_LOAD_AGAIN}"
         )
-    for name, (dtype, shape) in expected.items():
-        entry = found[name]
+    for name in (name for name in expected if name in found and name not in converted):
+        (dtype, shape), entry = expected[name], found[name]
         if (entry.get("dtype"), entry.get("shape")) != (NAMES[dtype], list(shape)):
             got = f"{str(entry.get('dtype'))[:20]} {str(entry.get('shape'))[:100]}"
             raise ValueError(

@@ -16,18 +16,19 @@ from ..linears.measured_balance import measured_balances
 from ..linears.random_run import random_run, unmeasured
 from ..linears.swap import LinearSwap
 from ..linears.weights.linear_state import LinearState, in_16_bit
+from .files import Renaming, as_named
 
 
 logger = logging.getLogger("sage_processors")
 
 
-def balance_by_run(swap: LinearSwap, files: Iterable[Any]) -> None:
+def balance_by_run(swap: LinearSwap, files: Iterable[Any], renaming: Renaming = as_named) -> None:
     """Balance what norms and attention of a loaded model hand on, by a run of it on random tokens.
 
     A model that can't be run so stays as it is, and the log says it.
 
-    Args: files: that the model was read from, to read 16-bit weights once more. A weight that is not found there under
-        its own name and with its own numbers (renamed, joined or split while it was read) is rounded twice.
+    Args: files: that the model was read from, to read 16-bit weights once more. A weight that is not found there with
+        its own numbers (joined or split while it was read) is rounded twice. renaming: of names in the files.
     """
     states = {state.label: state for state in swap.states() if state.dropped and not state.is_weight_only}
     run, vectors = random_run(swap.model), {}
@@ -41,7 +42,7 @@ def balance_by_run(swap: LinearSwap, files: Iterable[Any]) -> None:
         return
     made: dict[int, Balance] = {}
     with torch.no_grad():
-        for label, weight in _weights({x: states[x] for x in vectors if x in states}, files):
+        for label, weight in _weights({x: states[x] for x in vectors if x in states}, files, renaming):
             state, vector = states[label], vectors[label]
             rows = quantize_weight(in_16_bit(weight), format=state.format, balance=vector)
             state.storage.write(state.index, rows)
@@ -59,14 +60,17 @@ def _measured(swap: LinearSwap, states: list[LinearState], run: Any) -> dict[str
             state.is_resting = False
 
 
-def _weights(states: dict[str, LinearState], files: Iterable[Any]) -> Iterable[tuple[str, torch.Tensor]]:
+def _weights(
+    states: dict[str, LinearState], files: Iterable[Any], renaming: Renaming
+) -> Iterable[tuple[str, torch.Tensor]]:
     """Yield (label, weight [N, K]), from the files where they have it, else from the 8-bit weight."""
     from safetensors import safe_open
 
     left = dict(states)
     for path in (Path(file) for file in files if Path(file).suffix == ".safetensors"):
         with safe_open(path, "pt") as opened:
-            names = {name.removesuffix(".weight"): name for name in opened.keys()}  # noqa: SIM118 (no dict)
+            raw_names = opened.keys()
+            names = {name.removesuffix(".weight"): raw for raw in raw_names for name in renaming(raw)[0]}
             for label in [label for label in left if label in names]:
                 weight = opened.get_tensor(names[label]).to(states[label].storage.device)
                 if _is_weight_of(states[label], weight):
