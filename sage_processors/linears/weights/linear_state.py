@@ -216,7 +216,9 @@ class LinearState:
                 return False
             if weight.is_meta or weight.dtype not in (*DTYPES, *AT_REST):  # offloaded
                 return self.is_filled and not self.failed
-            if weight.shape != (module.out_features, module.in_features) or not self.storage.fits(self.index, weight):
+            if weight.shape != (module.out_features, module.in_features):
+                return False
+            if not self.storage.fits(self.index, weight):
                 return False
             if _is_recorded(weight.device):  # no numbers to compare: a weight that was only handed out is as it was
                 if not self.is_filled or self._is_another(weight):
