@@ -56,7 +56,7 @@ def handle_of(target: Any) -> Handle | None:
 
 
 def _inner(target: Any) -> Any:
-    """Return the model inside of a PeftModel or a peft tuner, whose class says nothing of attention; or the target."""
+    """Return the model that a PeftModel wraps, or the target itself."""
     inner = getattr(target, "get_base_model", None) if type(target).__module__.startswith("peft.") else None
     if inner is not None:
         return inner()

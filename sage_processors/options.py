@@ -287,7 +287,10 @@ class SageAttnProcessor:
 
 
 def options_of(config: Any) -> SageAttnProcessor:
-    """Return the options that a caller gave, or SageAttnProcessor() for None. Raises: TypeError for anything else."""
+    """Return the given options, or the defaults for None.
+
+    Raises: TypeError for anything but a SageAttnProcessor or None.
+    """
     config = SageAttnProcessor() if config is None else config
     if not isinstance(config, SageAttnProcessor):
         raise TypeError(

@@ -38,9 +38,10 @@ def peers(rows: list[dict[str, str]]) -> str:
 
 
 def peer_models(rows: list[dict[str, str]]) -> str:
-    """Return a table of whole pictures and clips: each way's time as a share of compiled stock's in the same run.
+    """Return a table of whole pictures and clips, by run.
 
-    A line is a run that has compiled stock and the newest row of some way.
+    Cells are each way's time as a share of compiled stock's. A line is a run that has compiled stock and the newest
+    row of some way.
     """
     timed = [row for row in rows if row["suite"] in ("picture", "clip") and row["metric"] == "time"]
     timed = [row for row in timed if _is_whole(row["case"])]

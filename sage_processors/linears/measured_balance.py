@@ -8,8 +8,8 @@ behind an activation function are left out: what is large there changes from tex
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -36,15 +36,21 @@ class _Read:
         self.names: list[str] = []
 
 
-def measured_balances(model: nn.Module, run: Callable[[], object]) -> dict[str, torch.Tensor]:
+Source = Literal["norms", "attention"]
+
+
+def measured_balances(
+    model: nn.Module, run: Callable[[], object], sources: Sequence[Source] = ("norms", "attention")
+) -> dict[str, torch.Tensor]:
     """Run the model and return {name of a linear layer: balance fp32 [K]}.
 
     Layers that read one norm share a tensor. Models whose blocks end in a norm, such as BERT, have no balance: their
     channels differ less, and the embeddings of a trained one (MiniLM) were 1.5 times as far from fp32's with it.
 
-    Args: run: calls the model with inputs like those that it is for; their number and order do not matter.
+    Args: run: calls the model with inputs like those that it is for; their number and order do not matter. sources:
+        of the activations that are measured.
     """
-    sizes = _Sizes(model)
+    sizes = _Sizes(model, sources)
     hooks = sizes.hooks()
     try:
         with torch.no_grad():
@@ -62,12 +68,13 @@ def measured_balances(model: nn.Module, run: Callable[[], object]) -> dict[str, 
 
 
 class _Sizes:
-    """What a run of a model shows of its activations.
+    """Collects the sizes of activations' channels in a run of a model.
 
     Attributes: layers: {name: linear layer}. reads: {id of what made an activation, or of its only reader: _Read}.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, sources: Sequence[Source]) -> None:
+        self._sources = sources
         self.layers = dict(linear_layers(model))
         self.reads: dict[int, _Read] = {}
         owners = dict(model.named_modules())
@@ -108,8 +115,10 @@ class _Sizes:
                 return
             key = id(module)
             self._other = x, key
-            if key not in self._behind_attention:
+            if key not in self._behind_attention or "attention" not in self._sources:
                 return
+        elif "norms" not in self._sources:
+            return
         read, name = self.reads.setdefault(key, _Read()), self._named[id(module)]
         if not read.names or name == read.names[0]:  # once for all layers that read it
             read.squares = read.squares + x.detach().float().reshape(-1, x.shape[-1]).square().sum(0)

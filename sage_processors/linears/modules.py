@@ -235,9 +235,10 @@ def _compiled(module, base, x):
 
 
 def _refuse_numbers(state: LinearState, reader: types.CodeType) -> None:
-    """Raise a RuntimeError if an adapter of peft is about to compute with a dropped weight, which has no numbers.
+    """Raise a RuntimeError if an adapter of peft is about to compute with a dropped weight.
 
-    Others read its dtype, device or shape, as peft's plain LoRA does. reader: the code that reads it.
+    The weight that stands in its place has no numbers. Others read its dtype, device or shape, as peft's plain LoRA
+    does. reader: the code that reads it.
     """
     if f"{os.sep}peft{os.sep}" in reader.co_filename and reader.co_name in _PEFT_READERS:
         raise RuntimeError(

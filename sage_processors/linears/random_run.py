@@ -20,7 +20,10 @@ def unmeasured(reason: str) -> str:
 
 
 def random_run(model: Any) -> Callable[[], object] | str:
-    """Return a function that runs the model on random tokens of a fixed seed, or the reason why it can't be run so."""
+    """Return a function that runs the model on random tokens, always the same ones.
+
+    Returns: the function, or in words why the model can't be run so.
+    """
     config = model.config.get_text_config(decoder=True)
     devices = {parameter.device for parameter in model.parameters()}
     if model.training:

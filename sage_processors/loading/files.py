@@ -24,7 +24,7 @@ Renaming = Callable[[str], tuple[list[str], bool]]
 
 
 def as_named(name: str) -> tuple[list[str], bool]:
-    """Return the one name that a tensor has in the files and in the model: a `Renaming` that renames nothing."""
+    """Rename nothing: the `Renaming` of models whose files have the names of the model."""
     return [name], True
 
 

@@ -31,15 +31,22 @@ def balance_by_run(swap: LinearSwap, files: Iterable[Any], renaming: Renaming = 
         its own numbers (joined or split while it was read) is rounded twice. renaming: of names in the files.
     """
     states = {state.label: state for state in swap.states() if state.dropped and not state.is_weight_only}
-    run, vectors = random_run(swap.model), {}
-    try:
-        if not isinstance(run, str):
-            vectors = _measured(swap, list(states.values()), run)
-    except Exception as error:  # of a model that wants other inputs, or of too little memory
-        run = f"a run on random tokens failed ({type(error).__name__}: {error})"
+    run = random_run(swap.model)
+    # one after the other: what attention returns is measured with layers that the first run has balanced
+    for source in ("norms", "attention"):
+        try:
+            vectors = {} if isinstance(run, str) else _measured(swap, list(states.values()), run, source)
+        except Exception as error:  # of a model that wants other inputs, or of too little memory
+            run, vectors = f"a run on random tokens failed ({type(error).__name__}: {error})", {}
+        _balance(states, vectors, files, renaming)
     if isinstance(run, str):
         logger.warning("linears: %s", unmeasured(run))
-        return
+
+
+def _balance(
+    states: dict[str, LinearState], vectors: dict[str, torch.Tensor], files: Iterable[Any], renaming: Renaming
+) -> None:
+    """Quantise the layers of these balances {label: [K]} again, from their 16-bit weights."""
     made: dict[int, Balance] = {}
     with torch.no_grad():
         for label, weight in _weights({x: states[x] for x in vectors if x in states}, files, renaming):
@@ -49,12 +56,12 @@ def balance_by_run(swap: LinearSwap, files: Iterable[Any], renaming: Renaming = 
             state.balance = made.setdefault(id(vector), Balance(vector))
 
 
-def _measured(swap: LinearSwap, states: list[LinearState], run: Any) -> dict[str, torch.Tensor]:
+def _measured(swap: LinearSwap, states: list[LinearState], run: Any, source: Any) -> dict[str, torch.Tensor]:
     """Return {label: balance [K]}, of a run with 16-bit activations, which is counted nowhere."""
     for state in states:
         state.is_resting = True
     try:
-        return measured_balances(swap.model, run)
+        return measured_balances(swap.model, run, (source,))
     finally:
         for state in states:
             state.is_resting = False

@@ -56,9 +56,11 @@ class SageQuantizer(HfQuantizer):
         self._files, self._model = list(checkpoint_files or []), model
 
     def update_weight_conversions(self, weight_conversions: Any, *args: Any) -> Any:
-        """Check the files now that transformers tells how it will rename what is in them, before it reads weights.
+        """Check the files of the checkpoint before weights are read, and return the conversions.
 
-        Folders of many models (llava, ViT) are saved under the names of their first checkpoint, not of the module.
+        transformers tells here how it will rename what is in the files.
+
+            Folders of many models (llava, ViT) are saved under the names of their first checkpoint, not of the module.
         """
         conversions = super().update_weight_conversions(weight_conversions, *args)
         if self._model is not None:  # other libraries ask for the conversions of a loaded model
@@ -80,7 +82,10 @@ class SageQuantizer(HfQuantizer):
 
 
 def _renaming(model: Any, conversions: list[Any]) -> Renaming | None:
-    """Return what names in files become in this model, as transformers finds it; None where it can't be asked."""
+    """Return the `Renaming` that transformers uses for this model.
+
+    None where this version of transformers can't be asked.
+    """
     try:
         from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
     except ImportError:

@@ -73,7 +73,10 @@ class Storage:
         return QuantizedRows(codes[start:stop], scale[start:stop])
 
     def fits(self, index: int, weight: torch.Tensor) -> bool:
-        """Return True if the 8-bit rows of a weight can be written: a module with others keeps its number of rows."""
+        """Return True if a weight has as many rows as there is room for.
+
+        The room of a module alone grows with its weight; that of joined modules does not.
+        """
         return len(self.modules) == 1 or len(weight) == self.starts[index + 1] - self.starts[index]
 
     def write(self, index: int, rows: QuantizedRows) -> None:
