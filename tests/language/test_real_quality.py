@@ -30,7 +30,7 @@ ROTATED = {"rotation": "hadamard", "min_tokens": 0}
 ATTENTION = (0.5, 1.0, 3.0, 0.5)
 ALL = (6.0, math.inf, math.inf, 0.5)
 # texts of each of three kinds, and their tokens: with everything in 8 bit the distance varies by a fifth from text to
-# text, so it is that of the windows of notebooks/real_language. On the two windows above Gemma's is 6.2, beyond the bar
+# text, so it is that of the windows of notebooks/real_language. On the two windows above Gemma has 6.2, beyond the bar
 WINDOWS = {"smollm2": (2, 1024), "gemma3": (3, 768)}
 
 
