@@ -10,7 +10,7 @@ same with any balance.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,6 +18,7 @@ from sage_kernels.compat import mark_static_address
 
 from .weights.layers import repeated_blocks
 from .weights.linear_state import AT_REST, DTYPES, in_16_bit, linear_state
+from .weights.storage import is_captured
 
 
 # A column is far below the others if its norm is at most a quarter of the median. In a balanced channel rounding the
@@ -26,6 +27,15 @@ from .weights.linear_state import AT_REST, DTYPES, in_16_bit, linear_state
 OFF = 2.0  # in powers of two
 MAX_SHARE = 1 / 8  # of the channels
 MOST = 24.0  # largest exponent of a factor, in powers of two
+
+
+class _Cast(NamedTuple):
+    """A balance in a 16-bit type, of the vector with this version."""
+
+    vector: torch.Tensor
+    version: int
+    made: torch.Tensor
+    is_exact: bool
 
 
 class Balance:
@@ -37,16 +47,26 @@ class Balance:
 
     def __init__(self, vector: torch.Tensor):
         self.vector = vector
-        self._casts: dict[torch.dtype, tuple[torch.Tensor, int, torch.Tensor]] = {}
+        self._casts: dict[torch.dtype, _Cast] = {}
         mark_static_address(vector, guard=False)
 
     def in_dtype(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the vector in a 16-bit type. Made once: CUDA graphs read it."""
+        return self._cast(dtype).made
+
+    def for_rows(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the vector to multiply activations of this dtype by: in the same dtype if it is exact there."""
+        cast = self._cast(dtype) if dtype == torch.bfloat16 else None
+        return self.vector if cast is None or not cast.is_exact else cast.made
+
+    def _cast(self, dtype: torch.dtype) -> _Cast:
         known = self._casts.get(dtype)
-        if known is None or known[0] is not self.vector or known[1] != self.vector._version:
+        if known is None or known.vector is not self.vector or known.version != self.vector._version:
             with torch.inference_mode(False), torch.no_grad():
-                self._casts[dtype] = known = self.vector, self.vector._version, self.vector.to(dtype)
-        return known[2]
+                made = self.vector.to(dtype)
+                is_exact = not is_captured(made.device) and torch.equal(made.float(), self.vector)  # waits for a GPU
+            self._casts[dtype] = known = _Cast(self.vector, self.vector._version, made, is_exact)
+        return known
 
     def on(self, device: torch.device) -> torch.Tensor:
         """Return the vector on the device of a call, and keep it there."""

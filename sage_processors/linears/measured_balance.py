@@ -23,7 +23,7 @@ from .weights.linear_state import linear_state
 # A half makes the product of both errors least. Those of weights count for more: they are the same in every token, and
 # in decoding, where activations stay in 16 bit, they are all that there is.
 SHARE = 0.45
-STEPS = 16  # values of a factor from one power of two to the next; 64 are no better
+STEPS = 16  # values of a factor from one power of two to the next, each rounded to bf16; 64 are no better
 RECENT = 4  # norms whose outputs a linear layer is taken to read
 MOST = 10.0  # largest exponent of a factor, in powers of two: fp16 holds activations times it
 
@@ -143,4 +143,6 @@ def _vector(squares: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tensor 
     sizes = squares.clamp_min(squares.amax() * 2.0**-40), columns.clamp_min(columns.amax() * 2.0**-40)
     exponents = (SHARE * sizes[0].log2() - (1 - SHARE) * sizes[1].log2()) / 2
     exponents = ((exponents - exponents.median()) * STEPS).round().div(STEPS).clamp(-MOST, MOST)
-    return torch.exp2(-exponents) if exponents.isfinite().all() and exponents.any() else None
+    if not (exponents.isfinite().all() and exponents.any()):
+        return None
+    return torch.exp2(-exponents).bfloat16().float()  # exact in bf16, so that a bf16 activation times it rounds once

@@ -172,7 +172,8 @@ def _multiplied(module, state: LinearState, x, is_postponed: bool, dtype: torch.
     rows: QuantizedRows | torch.Tensor
     if few:
         is_norm = type(x) is PostponedNorm
-        rows = x.rows_in_16_bit(dtype, state.balance) if is_norm else in_16_bit_rows(ordinary_in(x), dtype, balance)
+        factors = None if balance is None else state.balance.for_rows(dtype)
+        rows = x.rows_in_16_bit(dtype, state.balance) if is_norm else in_16_bit_rows(ordinary_in(x), dtype, factors)
     else:
         rows = x.rows(state.format, balance) if is_postponed else quantized(x, state.format, balance, region)
     if not few and state.probe is not None and state.probe.shared.on:

@@ -12,6 +12,7 @@ pytest.importorskip("transformers")
 
 import sage_processors as sp
 from sage_kernels.facts import few_rows
+from sage_processors.linears.balance import Balance
 from sage_processors.linears.measured_balance import measured_balances
 from sage_processors.linears.random_run import random_run
 from sage_processors.linears.weights.few_rows import in_16_bit_rows
@@ -72,9 +73,9 @@ def test_layers_of_one_norm_share_a_balance_finer_than_powers_of_two(hard):
             assert own["down_proj"].balance is None
             assert own["o_proj"].balance is not None and id(own["o_proj"].balance) not in shared[0] | shared[1]
             vector = own["q_proj"].balance.vector
-            places = 16 * vector.log2()
-            torch.testing.assert_close(places, places.round(), atol=1e-3, rtol=0)
-            assert (places.round() % 16).ne(0).float().mean() > 0.5
+            places = (16 * vector.log2()).round()
+            assert torch.equal(vector, torch.exp2(places / 16).bfloat16().float())
+            assert (places % 16).ne(0).float().mean() > 0.5
             assert vector.median() == 1 and (vector[3::5] <= 1 / 16).all()
 
 
@@ -187,6 +188,18 @@ def test_balanced_rows_are_rounded_once_and_are_a_tensor_of_their_own(dtype):
     rows = in_16_bit_rows(x, dtype, balance)
     assert torch.equal(rows, (x.float() * balance).to(dtype)) and rows.data_ptr() != x.data_ptr()
     assert in_16_bit_rows(x, dtype, None) is x
+
+
+def test_the_factors_of_a_run_are_exact_in_bf16_and_others_stay_in_fp32():
+    model, inputs = MODELS["llama"]()
+    vector = next(iter(measured_balances(model, lambda: logits(model, inputs)).values()))
+    x, balance = torch.randn(5, len(vector)).bfloat16(), Balance(vector)
+    factors = balance.for_rows(torch.bfloat16)
+    assert factors.dtype == torch.bfloat16 and len(set(vector.tolist())) > 4
+    assert torch.equal(in_16_bit_rows(x, torch.bfloat16, factors), in_16_bit_rows(x, torch.bfloat16, vector))
+    assert balance.for_rows(torch.float16) is vector
+    vector[3] *= 1 + 2**-9
+    assert balance.for_rows(torch.bfloat16) is vector
 
 
 def test_models_whose_blocks_end_in_a_norm_are_not_balanced():

@@ -113,7 +113,8 @@ class PostponedNorm(Contiguous):
         weight, vector = vectors["weight"], None if balance is None else balance.on(self._device)
         plain = self._gain is None and self._shift is None and vectors["bias"] is None and self._dtype == call.x.dtype
         if call.state.kind != "rms" or not plain or (weight is not None and weight.dtype != call.x.dtype):
-            return in_16_bit_rows(self.tensor_for_16_bit(), dtype, vector)
+            factors = None if balance is None else balance.for_rows(dtype)
+            return in_16_bit_rows(self.tensor_for_16_bit(), dtype, factors)
 
         key = key_of("16bit", vector)
         if key not in self._rows:
