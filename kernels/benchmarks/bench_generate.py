@@ -5,8 +5,8 @@
 
 Random weights of Llama 3.1 8B's shape. Every call has a new cache, as users have. A streamer notes when each token
 arrives on the host; the first tokens, in which graphs are captured and code is compiled, don't count. Rows of suite
-generate, case llama8b_b{batch}_{context}, metric time in ms a token, ratio_vs_cudnn against the fastest stock of the
-run; `first_call` is the time of a provider's first call in s, with all compiling and capturing; `peak_memory` that of
+generate, case llama8b_b{batch}_{context}, or llama8b_l{layers}_b… with --layers, metric time in ms a token,
+ratio_vs_cudnn against the fastest stock of the run; `first_call` is the time of a provider's first call in s, with all compiling and capturing; `peak_memory` that of
 its last call in GiB. "small" and "small_int8_head" drop 16-bit weights, the second those of lm_head too. torchao's
 INT8 and FP8 weights run as torchao advises: in stock's static cache, compiled.
 """
@@ -26,6 +26,7 @@ import sage_processors as sp
 from sage_kernels.results import append_row, check_appendable
 
 
+FULL = 32  # layers of Llama 3.1 8B
 SETTLED = 8  # tokens of a call before those that count
 # Those from "small" on change a model for good and get one of their own
 OURS = {
@@ -52,7 +53,7 @@ class Clock:
         """Do nothing."""
 
 
-def make_model(tiny: bool, device: torch.device, dtype: torch.dtype, layers: int = 32) -> Any:
+def make_model(tiny: bool, device: torch.device, dtype: torch.dtype, layers: int = FULL) -> Any:
     """Return a model of Llama 3.1 8B's shape with random weights, with this many layers, or a tiny one."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -160,6 +161,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--context", type=int, nargs="*", default=[4096], help="tokens of the prompt")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--new", type=int, default=32, help="new tokens")
+    parser.add_argument("--layers", type=int, default=FULL, help="of the model; torchao compiles fewer in less time")
     parser.add_argument("--providers", nargs="*", choices=PROVIDERS, default=list(USUAL))
     parser.add_argument("--tiny", action="store_true", help="a tiny model")
     parser.add_argument("--device", default="cuda")
@@ -171,18 +173,19 @@ def main(arguments: list[str] | None = None) -> int:
         check_appendable(options.csv)
     device = torch.device(options.device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    model = make_model(options.tiny, device, dtype)
+    model = make_model(options.tiny, device, dtype, options.layers)
     shape, failed = model.config, 0
     for context in options.context:
         ids = torch.randint(3, shape.vocab_size, (options.batch, context), device=device)
-        name, found = f"llama8b_b{options.batch}_{context}{'/tiny' * options.tiny}", {}
+        size = "llama8b" if options.layers == FULL else f"llama8b_l{options.layers}"
+        name, found = f"{size}_b{options.batch}_{context}{'/tiny' * options.tiny}", {}
         unsaved, order = [], sorted(options.providers, key=PROVIDERS.index)  # stock first: ratios are to its fastest
         for provider in order:
             try:
                 if model is None or provider not in USUAL:
                     model = None
                     gc.collect()
-                    model = make_model(options.tiny, device, dtype)
+                    model = make_model(options.tiny, device, dtype, options.layers)
                 found[provider] = run(provider, model, ids, options.new)
                 model = model if provider in USUAL else None
             except Exception as error:  # the others go on
