@@ -72,9 +72,9 @@ def time_model(
     width: WidthOption = None,
     frames: FramesOption = None,
     timed: Annotated[
-        int, typer.Option(min=1, max=1000, help="Steps whose time is measured; a picture's is computed.")
+        int, typer.Option(min=1, max=1000, help="Steps that are measured; a picture's or clip's time is computed.")
     ] = 4,
-    full: Annotated[bool, typer.Option("--full", help="Draw or write all of it, with all steps.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="Draw all of it, with all steps. Texts are always written whole.")] = False,
     random: Annotated[
         bool,
         typer.Option("--random", help="Random weights of the true shapes: reads configs and tokenizers, no weights."),
@@ -114,7 +114,7 @@ def time_model(
         else:
             call = (timing.text_call if kind == TEXT else timing.embedding_call)(target, tokens)
         times, calls = timing.time_both(
-            target, call, config, steps=steps, more=more, whole=full,
+            target, call, config, steps=steps, more=more, whole=full or kind == TEXT,
             on_way=lambda way: status.update(f"timing {way}"),
         )  # fmt: skip
         what = kind if kind in DRAWN else TEXT

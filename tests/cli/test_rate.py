@@ -278,6 +278,21 @@ def test_a_picture_is_what_surrounds_the_steps_and_all_steps(whole, monkeypatch)
     assert found == pytest.approx((3.3, 0.1, 0.5, 2.0, None)) and (28 in calls) == whole
 
 
+def test_a_text_has_the_steps_of_its_graphs_and_long_calls_are_not_repeated(monkeypatch):
+    clock, calls = [0.0], []
+
+    def call(steps):
+        clock[0] += sum(0.1 if i < 20 else 0.01 for i in range(sum(calls), sum(calls) + steps))
+        calls.append(steps)
+
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    found = timing.time_calls(call, 64, torch.device("cpu"), whole=True)
+    assert found == pytest.approx((0.64, 0.01, 0.0, 20 * 0.09, None)) and calls == [64] * 4 + [2] * 3
+    calls.clear()
+    timing.time_calls(call, 3000, torch.device("cpu"), whole=True)
+    assert calls == [3000] * 2 + [2] * 3
+
+
 @pytest.mark.parametrize(
     ("ours", "calls", "words"),
     [
@@ -339,7 +354,15 @@ def test_why_nothing_ran_comes_from_the_report():
 )
 def test_time_of_small_models(words, monkeypatch):
     monkeypatch.setattr(timing, "ROUNDS", 1)
+    asked, text_call = [], timing.text_call
+
+    def recorded(model, tokens):
+        call = text_call(model, tokens)
+        return lambda number: (asked.append(number), call(number))
+
+    monkeypatch.setattr(timing, "text_call", recorded)
     found = invoke("time", *words, "--device", "cpu", "--json")
+    assert set(asked) == ({4, timing.FEW} if words[0] == "tiny_lm" else set())  # all tokens, and few
     assert found["int8_calls"] > 0 and found["verdict"].startswith("No GPU")
     assert all(time["total"] >= time["rest"] >= 0 and time["peak_gib"] is None for time in found["times"].values())
 

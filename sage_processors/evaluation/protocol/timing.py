@@ -1,7 +1,7 @@
-"""Time a whole picture, clip or text, stock and in INT8, from a few steps.
+"""Time a whole picture, clip or text, stock and in INT8: a picture or clip from a few steps.
 
 A call of few and one of more steps differ by what the steps between them take; the rest is the text encoder and the
-decoder. Nothing waits for the GPU within a call, so its time is that of a user's call.
+decoder. Texts are written whole, as the first tokens of a model come before its CUDA graphs. Nothing waits for the GPU within a call, so its time is that of a user's call.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from ..quality import generate
 
 FEW = 2  # steps of the short call
 ROUNDS = 3  # calls of either length; the median counts
+LONG = 20.0  # seconds of calls of one length after which no more are made
 WORTH_IT = 0.97  # of stock's time
 
 
@@ -110,7 +111,7 @@ def _why_idle(report: Any) -> str:
 def time_calls(
     call: Callable[[int], Any], steps: int, device: torch.device, *, few: int = FEW, more: int = 6, whole: bool = False
 ) -> Timing:
-    """Time `call(steps)`, from calls of `few` and `more` steps, or, if `whole`, a call of all steps.
+    """Time `call(steps)`, from calls of `few` and `more` steps, or, if `whole`, from calls of `few` and of all steps.
 
     Raises: ValueError unless 1 <= few < more.
     """
@@ -118,16 +119,23 @@ def time_calls(
         raise ValueError(f"more: got {more} steps, expected more than {few}")
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    first = _seconds(call, few, device)
-    short, long = (statistics.median(_seconds(call, n, device) for _ in range(ROUNDS)) for n in (few, more))
-    step = max(long - short, 0.0) / (more - few)
-    rest = max(short - few * step, 0.0)
-    total = rest + steps * step
-    if whole:
-        total = _seconds(call, steps, device)
-        rest = max(total - steps * step, 0.0)
+    longer = steps if whole and steps > few else more
+    first_steps = longer if whole else few
+    first = _seconds(call, first_steps, device)
+    known = {n: _settled(call, n, device) for n in (longer, few)}
+    step = max(known[longer] - known[few], 0.0) / (longer - few)
+    rest = max(known[few] - few * step, 0.0)
+    total = known[longer] if longer == steps else rest + steps * step
     peak = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None
-    return Timing(total, step, rest, max(first - short, 0.0), peak)
+    return Timing(total, step, min(rest, total), max(first - known[first_steps], 0.0), peak)
+
+
+def _settled(call: Callable[[int], Any], steps: int, device: torch.device) -> float:
+    """Return the median of some calls in s: of one that takes long enough by itself, else of `ROUNDS`."""
+    found: list[float] = []
+    while len(found) < ROUNDS and sum(found) < LONG:
+        found.append(_seconds(call, steps, device))
+    return statistics.median(found)
 
 
 def _seconds(call: Callable[[int], Any], steps: int, device: torch.device) -> float:
