@@ -6,9 +6,10 @@
 Random weights of Llama 3.1 8B's shape. Every call has a new cache, as users have. A streamer notes when each token
 arrives on the host; the first tokens, in which graphs are captured and code is compiled, don't count. Rows of suite
 generate, case llama8b_b{batch}_{context}, or llama8b_l{layers}_b… with --layers, metric time in ms a token,
-ratio_vs_cudnn against the fastest stock of the run; `first_call` is the time of a provider's first call in s, with all compiling and capturing; `peak_memory` that of
-its last call in GiB. "small" and "small_int8_head" drop 16-bit weights, the second those of lm_head too. torchao's
-INT8 and FP8 weights run as torchao advises: in stock's static cache, compiled.
+ratio_vs_cudnn against the fastest stock of the run; `first_call` is the time of a provider's first call in s, with all
+compiling and capturing; `peak_memory` that of its last call in GiB. "small" and "small_int8_head" drop 16-bit weights,
+the second those of lm_head too. torchao's INT8 and FP8 weights run as torchao advises: in stock's static cache,
+compiled.
 """
 
 from __future__ import annotations

@@ -94,12 +94,14 @@ def draw_rivals(rows: Rows):
         place.axis("off")
     for place, shape in zip(axes.flat, shapes, strict=False):
         found = {_provider(r): r for r in rows if r["case"] == shape}
+        inside = {"xytext": (4, 0), "textcoords": "offset points", "va": "center", "size": 8}
         for y, name in enumerate(names):
-            if name in found:
+            if name not in found:
+                place.annotate("not in this run", (0, y), color="black", **inside)
+            else:
                 value, error = float(found[name]["median"]), float(found[name]["rel_l2_error"] or 0)
                 ours = found[name]["provider"] == "sage_kernels"
                 place.barh(y, value, 0.7, color=drawing.COLORS[0 if ours else 1])
-                inside = {"xytext": (4, 0), "textcoords": "offset points", "va": "center", "size": 8}
                 place.annotate(f"{value:.0f}; {error:.1%}", (0, y), color="white" if ours else "black", **inside)
         place.set_yticks(range(len(names)), names)
         place.grid(axis="y", visible=False)

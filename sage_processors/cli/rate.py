@@ -74,7 +74,7 @@ def time_model(
     timed: Annotated[
         int, typer.Option(min=1, max=1000, help="Steps that are measured; a picture's or clip's time is computed.")
     ] = 4,
-    full: Annotated[bool, typer.Option("--full", help="Draw all of it, with all steps. Texts are always written whole.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="Draw with all steps. Texts are always written whole.")] = False,
     random: Annotated[
         bool,
         typer.Option("--random", help="Random weights of the true shapes: reads configs and tokenizers, no weights."),

@@ -1,7 +1,8 @@
 """Time a whole picture, clip or text, stock and in INT8: a picture or clip from a few steps.
 
 A call of few and one of more steps differ by what the steps between them take; the rest is the text encoder and the
-decoder. Texts are written whole, as the first tokens of a model come before its CUDA graphs. Nothing waits for the GPU within a call, so its time is that of a user's call.
+decoder. Texts are written whole, as the first tokens of a model come before its CUDA graphs. Nothing waits for the GPU
+within a call, so its time is that of a user's call.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from ..quality import generate
 
 FEW = 2  # steps of the short call
 ROUNDS = 3  # calls of either length; the median counts
-LONG = 20.0  # seconds of calls of one length after which no more are made
+LONG = 5.0  # seconds of calls of one length after which no more are made
 WORTH_IT = 0.97  # of stock's time
 
 

@@ -65,7 +65,7 @@ def _columns(state: LinearState) -> int:
 def in_16_bit_rows(x: torch.Tensor, dtype: torch.dtype, balance: torch.Tensor | None) -> torch.Tensor:
     """Return x [..., K] times balance [K] in dtype, rounded once, to multiply by an 8-bit weight.
 
-    Without a balance it is x itself where that has the dtype; with one it is a new tensor. balance: `Balance.for_rows`.
+    Without a balance it is x itself where that has the dtype; with one a new tensor. balance: of `Balance.for_rows`.
     """
     if balance is None:
         return x if x.dtype == dtype else x.to(dtype)  # the same tensor for all layers that read it
