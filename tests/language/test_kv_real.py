@@ -92,10 +92,16 @@ CASES = [
 
 @pytest.mark.parametrize("capacity", [None, 640], ids=["growing", "static"])
 @pytest.mark.parametrize("name", CASES)
-def test_V32_a_real_models_cache_is_as_good_as_with_a_balance_and_without(checkpoint, name, capacity, monkeypatch):
+def test_V32_a_real_models_cache_is_as_good_as_with_a_balance_and_without(
+    checkpoint, name, capacity, monkeypatch, request
+):
     """Sliding layers are among Gemma's. Static ones hold the same codes: of these three cases are enough."""
     if capacity and name not in ("first 1", "split 1", "pad 5"):
         pytest.skip("the growing cache shows it")
+    if (checkpoint[0], name) == ("gemma3", "pad 5"):
+        # a sequence with fewer than eight tokens behind its padding keeps ones for good: half the KL of no centre, but
+        # 1.3 to 2.3 times that of a balance (kernels/NOTES.md)
+        request.applymarker(pytest.mark.xfail(strict=True, reason="the cache is not told which tokens are padding"))
     _, model, _ = checkpoint
     case = case_of(name, checkpoint)
     model.set_attn_implementation("sdpa")
