@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +32,13 @@ def check_files(
     paths: Iterable[str | os.PathLike[str]],
     expected: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
     renaming: Renaming | None = as_named,
+    absent: Collection[str] = (),
 ) -> None:
     """Raise ValueError unless the files are whole and have the expected tensors.
 
     Args: expected: {name: (dtype, shape)} of the tensors of 8-bit layers, named as in the model; {} for files in
         16 bit. renaming: of names in the files to names in the model. None where it is not known: then a name that
-        one of both lacks says nothing.
+        one of both lacks says nothing. absent: names of 8-bit layers in the files that the model lacks.
     """
     found: dict[str, Any] = {}
     converted: set[str] = set()
@@ -53,7 +54,7 @@ def check_files(
             )
     missing = sorted(set(expected) - set(found)) if renaming else []
     unknown = sorted(name for name in found if name.endswith(_SCALE) and name not in expected)
-    unknown = unknown if expected and renaming else []
+    unknown = [name for name in unknown if name.removesuffix(_SCALE) not in absent] if expected and renaming else []
     if unknown:
         raise ValueError(
             f"files: got 8-bit layers {some(unknown)} that quantization_config in config.json does not name, expected "

@@ -96,13 +96,15 @@ class QuantizedHere:
 class ReadyMade:
     """Linear layers that a folder has in 8 bit. Their tensors are ordinary parameters until all are there.
 
-    Args: model: on the meta device. config: SageConfig of the folder.
+    Args: model: on the meta device. config: SageConfig of the folder, whose layers get their names in this model.
+    Attributes: absent: layers of the folder that a model of another class lacks, such as lm_head.
     Raises: ValueError for layers that the model does not have.
     """
 
     def __init__(self, model: nn.Module, config: SageConfig) -> None:
         self.model, self.config = model, config
         known = dict(linear_layers(model))
+        self.absent = _rename_to(model, config, known)
         self._layers: dict[str, tuple[Any, torch.dtype]] = {}
         self.expected: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}  # of the tensors in the files
         for name, format in config.modules.items():
@@ -146,6 +148,27 @@ class ReadyMade:
             for state in swap.states():
                 state.is_gated = state.label in gated
         return noted(swap, self.config)
+
+
+def _rename_to(model: Any, config: SageConfig, known: Any) -> set[str]:
+    """Give layers of a folder their names in a model of another class, and leave out those that it lacks.
+
+    A base model, such as LlamaModel, has no prefix "model." in its names, and no lm_head. transformers renames its
+    tensors alike. Returns: names of the layers that were left out.
+    """
+    prefix, architectures = getattr(model, "base_model_prefix", ""), getattr(model.config, "architectures", None)
+    if not prefix or type(model).__name__ in (architectures or [type(model).__name__]):
+        return set()
+    own: dict[str, str] = {}
+    for name in config.modules:
+        places = name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}"
+        found = next((place for place in places if place in known), None)
+        if found is not None or name.startswith(f"{prefix}."):
+            own[name] = name if found is None else found
+    absent = set(config.modules) - set(own)
+    config.balanced = [own[name] for name in config.balanced if name in own]
+    config.modules = {own[name]: format for name, format in config.modules.items() if name in own}
+    return absent
 
 
 def noted(swap: LinearSwap, config: SageConfig) -> LinearSwap:

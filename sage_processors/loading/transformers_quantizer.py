@@ -65,8 +65,8 @@ class SageQuantizer(HfQuantizer):
         conversions = super().update_weight_conversions(weight_conversions, *args)
         if self._model is not None:  # other libraries ask for the conversions of a loaded model
             self._renaming = _renaming(self._model, conversions)
-            expected = self._layers.expected if self.pre_quantized else {}
-            check_files(self._files, expected, self._renaming)
+            expected, absent = (self._layers.expected, self._layers.absent) if self.pre_quantized else ({}, ())
+            check_files(self._files, expected, self._renaming, absent)
             self._model = None
         return conversions
 

@@ -163,3 +163,31 @@ def test_weights_that_were_renamed_are_not_rounded_twice(tmp_path, monkeypatch):
     same(
         layers_of(type(model).from_pretrained(tmp_path / "small", key_mapping={"blocks": "layers"})), layers_of(loaded)
     )
+
+
+@pytest.mark.parametrize("head", [{}, {"layers": {"lm_head": "int8"}}], ids=["head_in_16_bit", "head_in_8_bit"])
+def test_a_folder_opens_as_its_base_model_and_as_a_model_with_another_head(head, tmp_path):
+    model, inputs = MODELS["llama"]()
+    ids = {"input_ids": inputs["input_ids"]}
+    model.save_pretrained(tmp_path / "16")
+    config = sp.SageConfig("int8", min_features=0, **head)
+    whole = tf.AutoModelForCausalLM.from_pretrained(tmp_path / "16", quantization_config=config)
+    whole.save_pretrained(tmp_path / "whole")
+    want = run(whole.model, ids)
+    base = tf.AutoModel.from_pretrained(tmp_path / "whole")
+    base.save_pretrained(tmp_path / "base")
+    again = tf.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    other = tf.AutoModelForSequenceClassification.from_pretrained(tmp_path / "whole")
+    for opened in (base, again.model, other.model):
+        torch.testing.assert_close(run(opened, ids), want, rtol=0, atol=0)
+    # of the same class a layer that is missing is still an error
+    file = tmp_path / "whole" / "config.json"
+    read = json.loads(file.read_text())
+    read["quantization_config"]["modules"]["other_head"] = "int8"
+    file.write_text(json.dumps(read))
+    with pytest.raises(ValueError, match="got 8-bit layer 'other_head'"):
+        tf.AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
+    read["quantization_config"]["modules"]["model.layers.0.other"] = "int8"
+    file.write_text(json.dumps(read))
+    with pytest.raises(ValueError, match="got 8-bit layer 'model.layers.0.other'"):
+        tf.AutoModel.from_pretrained(tmp_path / "whole")
