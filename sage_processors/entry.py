@@ -31,6 +31,11 @@ def apply(target: Any, config: SageAttnProcessor | None = None) -> Handle:
         other models than those of transformers.
     """
     config, target = options_of(config), _inner(unwrap(target))
+    if isinstance(target, nn.DataParallel):
+        raise TypeError(
+            "target: got DataParallel, which copies a model to each GPU in each call, expected the model inside of it "
+            "(target.module), or one process for each GPU"
+        )
     if not (is_pipeline(target) or isinstance(target, nn.Module)):
         raise TypeError(
             f"target: got {type(target).__name__}, expected a DiffusionPipeline or a model (torch.nn.Module)"

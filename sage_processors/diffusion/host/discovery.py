@@ -91,8 +91,9 @@ def put_processor(module, processor) -> None:
 
 
 def unwrap(target):
-    """Return the model inside `torch.compile(model)`; any other object unchanged."""
-    return getattr(target, "_orig_mod", target)
+    """Return the model inside `torch.compile(model)` or DistributedDataParallel; any other object unchanged."""
+    inner = getattr(target, "_orig_mod", target)
+    return inner.module if isinstance(inner, nn.parallel.DistributedDataParallel) else inner
 
 
 def is_pipeline(target) -> bool:

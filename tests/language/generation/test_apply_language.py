@@ -194,3 +194,20 @@ def test_a_model_without_attention_is_refused():
     config = transformers.MambaConfig(vocab_size=97, hidden_size=16, num_hidden_layers=1, state_size=4)
     with pytest.raises(sp.UnsupportedAttentionError):
         sp.apply(transformers.MambaForCausalLM(config), sp.SageAttnProcessor("fast"))
+
+
+def test_the_model_inside_of_data_parallel_wrappers(tmp_path):
+    model = MODELS["llama"]()[0]
+    with pytest.raises(TypeError, match=r"got DataParallel.*target.module"):
+        sp.apply(torch.nn.DataParallel(model), sp.SageAttnProcessor())
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        wrapped = torch.nn.parallel.DistributedDataParallel(model.requires_grad_(True))
+        handle = sp.apply(wrapped, sp.SageAttnProcessor(min_tokens=0))
+        assert sp.handle_of(wrapped) is sp.handle_of(model) is handle
+        with torch.no_grad():
+            wrapped(ids_of())
+        assert handle.report().calls
+        handle.remove()
+    finally:
+        torch.distributed.destroy_process_group()
