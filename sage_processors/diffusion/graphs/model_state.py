@@ -8,6 +8,7 @@ address and the count of writes of each weight. This takes about a microsecond a
 from __future__ import annotations
 
 import operator
+import sys
 import types
 from collections.abc import Iterable
 from typing import Any
@@ -29,6 +30,7 @@ from ..host.root_hook import RootHook
 
 OURS = (RootHook, PrepareHook, EndHook, AsUnderNoGrad)  # hooks that may be captured with a forward
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+COLLECTORS = "transformers.utils.output_capturing"
 GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
 OPAQUE = ("torch", "builtins", "sage_kernels", "sage_processors")  # attributes of their objects are not compared
 VERSION = operator.attrgetter("_version")
@@ -45,7 +47,8 @@ def obstacle(model: nn.Module, device: torch.device, *, is_block: bool = False, 
         "device": some of its tensors are elsewhere.
         "offload": accelerate moves its weights in and out.
         "parallel": weights are split over devices, so that a graph would have collectives (tensor parallelism).
-        "hooks": there are hooks not our own, which a replay would leave out.
+        "hooks": there are hooks not our own, which a replay would leave out. Those of transformers that collect
+            hidden states stay on a model for good, and do nothing while nobody collects.
         "compiled": one of its submodules is compiled.
     """
     if any(getattr(nn_module, name) for name in GLOBAL_HOOKS):
@@ -66,9 +69,17 @@ def obstacle(model: nn.Module, device: torch.device, *, is_block: bool = False, 
         if is_inside:
             continue
         for hook in (hook for name in HOOKS for hook in values[name].values()):
-            if not isinstance(getattr(hook, "__self__", hook), OURS):
+            is_idle = getattr(hook, "__module__", None) == COLLECTORS and not is_collecting()
+            if not (is_idle or isinstance(getattr(hook, "__self__", hook), OURS)):
                 return "hooks"
     return ""
+
+
+def is_collecting() -> bool:
+    """Return True if transformers collects hidden states or attention weights of a forward that runs now."""
+    module = sys.modules.get(COLLECTORS)
+    collector = getattr(module, "_active_collector", None)
+    return module is not None and (collector is None or collector.get() is not None)
 
 
 class ModelState:

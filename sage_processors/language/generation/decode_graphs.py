@@ -17,7 +17,7 @@ import torch
 from sage_kernels.compat import is_unobserved
 
 from ...diffusion.graphs.comparison import Verdicts, bits_differ
-from ...diffusion.graphs.model_state import ModelState, obstacle, refresh_weights
+from ...diffusion.graphs.model_state import ModelState, is_collecting, obstacle, refresh_weights
 from ...patching.nested import UnknownValueError, kind_of, mapped, tensors_of
 from ...reporting.event_counter import collected, settle_with
 from ..kv_cache import Int8KVCache
@@ -155,6 +155,8 @@ class DecodeGraphs:
             return "training" if self.model.training else "observed"
         if len(step.given[0]) > 1:  # a mask may be among them
             return "arguments"
+        if is_collecting():  # for a larger model that this one is a part of
+            return "hooks"
         config = self.model.config
         if step.mask is not None and any(adds_masks(type(x)) for x in (config, config.get_text_config(decoder=True))):
             return "mask"

@@ -93,6 +93,20 @@ class LanguageHandle:
             found = quantize_linears(self.model, own.format, **options)
         return found
 
+    def refresh(self) -> None:
+        """Quantise weights again that were written to uncounted, such as through `.data`, and swap new linear layers.
+
+        Raises: RuntimeError after `remove`.
+        """
+        if not self._active:
+            raise RuntimeError(
+                "handle: got one that was removed, expected a live one; call sage_processors.apply again"
+            )
+        if self.linears is not None:
+            self.linears.refresh()
+        if self.graphs is not None:
+            self.graphs.forget()
+
     def report(self) -> AttentionReport:
         """Report what ran: attention, linear layers and graphs. Waits for the device.
 

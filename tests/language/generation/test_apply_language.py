@@ -211,3 +211,18 @@ def test_the_model_inside_of_data_parallel_wrappers(tmp_path):
         handle.remove()
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_refresh_sees_a_weight_that_was_written_to_uncounted():
+    model = MODELS["llama"]()[0]
+    handle = sp.apply(model, sp.SageAttnProcessor("fast", linears=sp.Linears("int8", min_features=1), min_tokens=0))
+    with torch.no_grad():
+        before = model(ids_of()).logits
+        weight = dict(model.named_parameters())["model.layers.0.mlp.up_proj.weight"]
+        weight.data.neg_()
+        assert torch.equal(model(ids_of()).logits, before)
+        handle.refresh()
+        assert not torch.allclose(model(ids_of()).logits, before)
+    handle.remove()
+    with pytest.raises(RuntimeError, match="expected a live one"):
+        handle.refresh()

@@ -337,6 +337,44 @@ def test_a_forward_that_waits_for_the_gpu_is_never_captured_again(graphs):
     assert record.captures == 1 and made.eager["not_capturable"] == 17 + 19
 
 
+def test_hooks_that_collect_hidden_states_stop_graphs_only_while_somebody_collects(graphs):
+    """transformers puts them on a model in its first call with output_hidden_states, and leaves them there."""
+    model, made = graphs()
+    want, cache = eager_of(model), sp.Int8KVCache(model.config, ROOM)
+    assert torch.equal(tokens(model, cache), want)
+    with torch.no_grad():
+        states = model(ids_of(), output_hidden_states=True).hidden_states
+    assert any("output_capturing" in hook.__module__ for m in model.modules() for hook in m._forward_hooks.values())
+    for _ in range(2):
+        before = made.replays
+        assert torch.equal(tokens(model), want)
+    assert made.replays == before + 19 and not made.eager["hooks"]
+    options = {"output_hidden_states": True, "return_dict_in_generate": True}
+    first, second = tokens(model, **options), tokens(model, **options)
+    with sp.apply(model, sp.SageAttnProcessor()):
+        eager = tokens(model, **options)
+    for found in (first, second):
+        for ours, theirs in zip(found.hidden_states, eager.hidden_states, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    assert len(states) == model.config.num_hidden_layers + 1
+
+
+def test_a_part_of_a_model_that_collects_runs_eagerly(graphs):
+    from transformers.utils.output_capturing import _active_collector
+
+    model, made = graphs()
+    for _ in range(2):
+        tokens(model)
+    with torch.no_grad():
+        model(ids_of(), output_hidden_states=True)
+    replays, taken = made.replays, _active_collector.set({"hidden_states": []})
+    try:
+        tokens(model)
+    finally:
+        _active_collector.reset(taken)
+    assert made.replays == replays and made.eager["hooks"]
+
+
 def test_a_changed_model_is_seen(graphs):
     """A weight written between two texts and one written within a text, and a hook, which runs."""
     model, made = graphs()
