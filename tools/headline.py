@@ -163,11 +163,12 @@ def line_of(figure: Figure, rows: list[dict[str, str]]) -> tuple[str, ...] | Non
 def _real(rows: list[dict[str, str]], part: str) -> str:
     """Return each real model's distance to fp32 over bf16's own, of the worst kind of text.
 
-    part: "attention", or "all" with linear layers and caches.
+    part: "attention", in models in fp32; "in_bf16", in those in bf16; or "all", in fp32 with linear layers and caches.
     """
     said = []
     for model, (name, attention) in REAL.items():
-        recipe = attention if part == "attention" else f"{DEFAULT_RECIPE}/all"
+        parts = {"attention": attention, "in_bf16": f"{DEFAULT_RECIPE}/bf16_rotated", "all": f"{DEFAULT_RECIPE}/all"}
+        recipe = parts[part]
         own = [row for row in rows if row["case"].partition("/")[0] == model and row["recipe"] == recipe]
         newest = {row["case"]: float(row["median"]) for row in own}  # the last of a case stays
         if newest:
@@ -185,9 +186,13 @@ def _quality(rows: list[dict[str, str]]) -> str:
             said.append(f"{float(newest['median']):.1f} dB ({name}, {most} pictures)")
     if not said:
         return ""
-    attention, everything = _real(rows, "attention"), _real(rows, "all")
+    attention, in_bf16, everything = (_real(rows, part) for part in ("attention", "in_bf16", "all"))
     words = "of INT8 attention alone: "
-    words += f"distance of real models to fp32 over bf16's: {attention}; " if attention else ""
+    words += (
+        f"error of real models (KL or cosine distance to fp32) over bf16's: {attention} in fp32" if attention else ""
+    )
+    words += f", {in_bf16} inside bf16" if attention and in_bf16 else ""
+    words += "; " if attention else ""
     words += f"PSNR to stock of small pipelines of our own: {', '.join(said)}; "
-    words += f"with INT8 layers and caches that distance is {everything}; " if everything else ""
+    words += f"with INT8 layers and caches that error is {everything}; " if everything else ""
     return f"{words}no large checkpoint is rated"

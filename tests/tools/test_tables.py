@@ -90,7 +90,10 @@ def test_quality_is_of_the_most_pictures_and_the_worst_kind_of_text(tmp_path):
     real = {"suite": "real_language", "provider": "sage_kernels", "recipe": f"{DEFAULT_RECIPE}/rotated"}
     for kind, value in (("reference", 0.2), ("code", 0.9), ("code", 0.3)):
         append_row(path, **real, gpu="cpu", case=f"smollm2/{kind}", metric="kl_over_bf16", unit="1", median=value)
-    assert "bf16's: 0.30 (SmolLM2); PSNR" in figures_markdown(read_rows(path))
+    assert "bf16's: 0.30 (SmolLM2) in fp32; PSNR" in figures_markdown(read_rows(path))
+    together = real | {"recipe": f"{DEFAULT_RECIPE}/bf16_rotated", "case": "smollm2/reference"}
+    append_row(path, **together, gpu="cpu", metric="kl_over_bf16", unit="1", median=1.4)
+    assert "0.30 (SmolLM2) in fp32, 1.40 (SmolLM2) inside bf16; PSNR" in figures_markdown(read_rows(path))
 
 
 def test_Q41_a_model_without_int8_calls_has_no_ratio_of_ours(tmp_path):
