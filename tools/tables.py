@@ -19,6 +19,7 @@ LANGUAGE = {  # metric of a language model's row: heading
 
 
 NO_INT8 = "none: no call ran in INT8"  # in place of a ratio
+ATTENTION_IN_16_BIT = "attention in 16 bit"  # beside a ratio that linear layers made
 
 
 def results_markdown(rows: Iterable[dict[str, str]]) -> str:
@@ -188,11 +189,19 @@ def _whole_models(rows: list[dict[str, str]]) -> str:
         # int8_calls of the same run only: another run may have run in INT8
         calls = by_run.get((case, gpu, "sage_kernels", recipe, "int8_calls", row["commit"]))
         without = is_without_int8(row, None if calls is None else calls["median"])
-        ratio = NO_INT8 if without else row["ratio_vs_cudnn"] or "–"
-        lines.append([case, recipe, gpu, _with_spread(row), *stock, ratio, *peaks, error])
-    header = ["model", "recipe", "on", "ours, ms", "cuDNN, ms", "flash, ms", "attention removed, ms"]
+        ratio = row["ratio_vs_cudnn"] or "–"
+        if without:
+            same_run = before.get((case, gpu, "torch_sdpa_cudnn", "", "time", row["commit"]))
+            linears_ran = "+linears" in recipe and error not in ("–", "0.00000") and same_run is not None
+            if linears_ran:
+                ratio = f"{float(same_run['median']) / float(row['median']):.3f}, {ATTENTION_IN_16_BIT}"
+            else:
+                ratio = NO_INT8
+        lines.append([case, recipe, f"{gpu}, {row['commit']}", _with_spread(row), *stock, ratio, *peaks, error])
+    header = ["model", "recipe", "on, commit", "ours, ms", "cuDNN, ms", "flash, ms", "attention removed, ms"]
     header += ["cuDNN / ours, same run", "peak GiB, cuDNN", "peak GiB, ours", "relative L1"]
-    note = "In brackets, where they lie more than a quarter apart: the 20th and 80th percentile, of a busy host."
+    note = "In brackets, where they lie more than a quarter apart: the 20th and 80th percentile, of a busy host. Only "
+    note += "lines of one commit compare: those of others are of another day, kernels and host."
     return f"{note}\n\n{markdown_table(header, lines)}"
 
 

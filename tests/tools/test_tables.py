@@ -110,7 +110,13 @@ def test_Q41_a_model_without_int8_calls_has_no_ratio_of_ours(tmp_path):
     append_row(path, **timed | {"commit": "older"}, case="again", rel_l2_error="0.01")
     append_row(path, **calls | {"median": 0, "commit": "older"}, case="again")
     append_row(path, **timed | {"commit": "newer"}, case="again", rel_l2_error="0.01")
+    linears = timed | {"recipe": "r+linears_int8", "ratio_vs_cudnn": ""}
+    append_row(path, **timed | {"provider": "torch_sdpa_cudnn", "recipe": "", "median": 117}, case="linears")
+    append_row(path, **linears, case="linears")
+    append_row(path, **linears | {"metric": "int8_calls", "median": 0}, case="linears")
+    append_row(path, **linears | {"metric": "rel_l1", "median": "0.07000"}, case="linears")
     text, none = results_markdown(read_rows(path)), "none: no call ran in INT8"
+    assert "| 2.000, attention in 16 bit |" in text
     lines = [[x.strip() for x in line.strip("|").split("|")] for line in text.splitlines()]
     ratios = {line[0]: line[7] for line in lines if len(line) == 11 and line[1] == "r"}
     assert ratios == {"unrecorded": none, "recorded": none, "ran": "1.058", "measured": "1.058", "again": "1.058"}
