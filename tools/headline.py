@@ -140,24 +140,30 @@ def run_of(row: dict[str, str], rows: list[dict[str, str]]) -> dict[str, dict[st
 def line_of(figure: Figure, rows: list[dict[str, str]]) -> tuple[str, ...] | None:
     """Return the cells of one line, or None if there is no row of ours or of stock called the same way.
 
-    The newest row of ours counts whose run has stock called the same way, and what the figure must stand beside.
+    The newest row of ours counts whose run has stock called the same way, and what the figure must stand beside. The
+    worst run of that day is named beside it if its ratio is a tenth lower: stock's time then depends on the host.
     """
     own_key = (figure.suite, figure.metric, figure.case, OURS, figure.recipe)
     ours = [r for r in rows if (r["suite"], r["metric"], r["case"], r["provider"], r["recipe"]) == own_key]
-    runs = ((run_of(row, rows), float(row["median"])) for row in reversed(ours))
     wanted = {figure.same_way, figure.beside} - {""}
-    run, own = next((found for found in runs if wanted <= found[0].keys()), ({}, 0.0))
-    if not run:
+    runs = [(run, row) for row in reversed(ours) if wanted <= (run := run_of(row, rows)).keys()]
+    if not runs:
         return None
     best = max if figure.metric in COUNTED_UP else min
+    run, own = runs[0]
     fastest = best(run, key=lambda name: float(run[name]["median"]))
 
-    def cell(name: str) -> str:
-        other = float(run[name]["median"])
-        ratio = own / other if figure.metric in COUNTED_UP else other / own
-        return f"{STOCK[name]}, {figure.number(other)}: {ratio:.2f}×"
+    def ratio(name: str, run: dict[str, dict[str, str]], row: dict[str, str]) -> float:
+        pair = float(row["median"]), float(run[name]["median"])
+        return pair[0] / pair[1] if figure.metric in COUNTED_UP else pair[1] / pair[0]
 
-    return figure.what, figure.number(own), cell(figure.same_way), cell(fastest)
+    def cell(name: str) -> str:
+        number, shown = figure.number(float(run[name]["median"])), ratio(name, run, own)
+        worst = min(ratio(name, *other) for other in runs if name in other[0] and other[1]["date"] == own["date"])
+        said = f" ({worst:.2f}× in another run)" if worst < 0.9 * shown else ""
+        return f"{STOCK[name]}, {number}: {shown:.2f}×{said}"
+
+    return figure.what, figure.number(float(own["median"])), cell(figure.same_way), cell(fastest)
 
 
 def _real(rows: list[dict[str, str]], part: str) -> str:
