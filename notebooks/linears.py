@@ -93,6 +93,7 @@ for place, (name, at) in zip(axes[0], run.items(), strict=True):
     shown = place.imshow(error, aspect="auto", cmap="viridis", vmin=0, vmax=5)
     place.grid(False)
     place.set(xlabel="step", ylabel="linear layer", title=name)
+    place.locator_params(axis="x", integer=True)
     print(f"{name}: median {error.median():.2f} %, worst {error.max():.2f} %")
 figure.colorbar(shown, ax=axes[0][-1], label="relative L2 error, %")
 Image(drawing.save(figure, FIGURES / "linear_error_per_step.png"))

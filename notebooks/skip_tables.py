@@ -61,7 +61,7 @@ def figure(found: dict[Run, Numbers], stock: dict[Run, Numbers], loss_db: float)
     panels = (
         ("psnr_db_mean", "PSNR, dB", 1),
         ("flicker_mean", "flicker", 1),
-        ("obeyed_mean", "prompts obeyed, %", 100),
+        ("obeyed_mean", "of prompts that stay, obeyed, %", 100),
     )
     made, axes = drawing.figure(1, len(panels), width=12, height=4.4)
     # one title for both kinds of prompts; lines say which device they are of where there are several

@@ -77,7 +77,7 @@ for name in STEPS:
 #
 # From the statistics that the state of timestep scaling keeps: per noise bin and head, s = max over channels of
 # √(max|q|·max|k−c|)/127, the scale after smoothing and channel balance. A power law in σ would be a straight line in
-# this plot; a line of slope 0 is what normalised inputs give.
+# this plot; a line of slope 0 is what normalised inputs give. A line is a head; heads of one layer have one colour.
 
 # %%
 figure, axes = drawing.figure(1, len(STEPS), width=11, height=4.2)
@@ -93,7 +93,8 @@ for place, name in zip(axes[0], STEPS, strict=True):
         place.plot(state.bin_levels()[bins], scales[bins, head], ms=4, lw=1.2, label=label, **drawing.style_of(layer))
         spans.append((name, (scales[bins, head].max() / scales[bins, head].min()).item()))
     place.set(xlabel="noise level u (1: pure noise)", ylabel="scale s that the head needs", yscale="log", title=name)
-    place.legend(fontsize=8)
+most = max(axes[0], key=lambda place: len(place.get_legend_handles_labels()[1]))
+figure.legend(*most.get_legend_handles_labels(), loc="outside lower center", ncols=6, fontsize=8)
 Image(drawing.save(figure, FIGURES / "scale_by_noise_level.png"))
 
 # %%
