@@ -2,6 +2,7 @@
 
     python kernels/benchmarks/bench_end_to_end.py                         # every case, about four minutes on an H200
     python kernels/benchmarks/bench_end_to_end.py --tiny --device cpu --csv rows.csv
+    python kernels/benchmarks/bench_end_to_end.py --case llama8b_prefill_131072 --preset fast
     python kernels/benchmarks/bench_end_to_end.py --case flux_1024 --called compiled
     python kernels/benchmarks/bench_end_to_end.py --case flux_1024 --called cuda_graph  # or compiled_graphs
     python kernels/benchmarks/bench_end_to_end.py --case flux_1024 --called captured --together 4
@@ -11,9 +12,11 @@
 Models have random weights and true shapes. The wall time of a whole forward is measured, with a sync at its end.
 Providers of a case run one after the other in one process, cuDNN first and last, since a GPU that has been busy is
 slower; `--rounds 4` repeats this four times. A forward that met a slow host is timed again (host_speed.py). A provider
-gets no rows if most of its forwards did. Ours is as a user runs it: `apply` with timestep scaling for denoisers,
-`sage_int8` for language models, after a warm-up, each forward one denoising step further. Its calls that stay in 16
-bit run on the back end it is compared with. `attention_removed` returns the queries: no attention can be faster.
+gets no rows if most of its forwards did. Ours is `apply` with timestep scaling for denoisers, after a warm-up, each
+forward one denoising step further. In language models attention without rotation, and with `--linears` all
+linear layers, are put into 8 bit by hand; `--preset fast` times what `apply` makes of the model. Calls of ours that
+stay in 16 bit run on the back end that ours is compared with. `attention_removed` returns the queries: no attention
+can be faster.
 
 `--called` times denoisers in other ways: under torch.inference_mode(); with repeated blocks compiled, as diffusers
 advises; with a CUDA graph of each compiled block (`compiled_graphs`); with the whole forward from a CUDA graph, whose
@@ -43,6 +46,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from applied_language import by_hand, by_preset
 from cuda_graphs import replayed
 from end_to_end_options import GRAPHS, chosen_cases, parse
 from host_speed import HostSpeed
@@ -122,11 +126,11 @@ class Bench:
 
     def __init__(
         self, case: ModelCase, model, device, dtype, *, recipe, min_tokens, reps, called="eager", linears="none",
-        min_features=None, skip=0, compensates=False, rounds=1, together=1, rivals=None,
+        min_features=None, preset=None, skip=0, compensates=False, rounds=1, together=1, rivals=None,
     ):  # fmt: skip
         self.case, self.model, self.device, self.dtype = case, model, device, dtype
         self.recipe, self.min_tokens, self.reps, self.called = recipe, min_tokens, reps, called
-        self.linears, self.min_features = linears, min_features
+        self.linears, self.min_features, self.preset = linears, min_features, preset
         self.lists, self.skip, self.rounds, self.together, self.rivals = None, skip, rounds, together, rivals or {}
         self.forwards, self.host = 0, HostSpeed(matters=device.type == "cuda" and called != "cuda_graph")  # one launch
         if skip:
@@ -138,7 +142,9 @@ class Bench:
 
     @property
     def full_recipe(self) -> str:
-        """Recipe of attention, and of linear layers if they run in 8 bit."""
+        """Recipe of attention, and of linear layers if they run in 8 bit; or the preset's name."""
+        if self.preset:
+            return f"preset_{self.preset}"
         return self.recipe if self.linears == "none" else f"{self.recipe}+linears_{self.linears}"
 
     def providers(self):
@@ -193,20 +199,12 @@ class Bench:
         return result
 
     def ours_language(self) -> Measured:
-        name = f"sage_bench_{self.recipe}"
-        sp.register_transformers(name, recipe=self.recipe, min_tokens=self.min_tokens)
-        self.model.set_attn_implementation(name)
-        before, swap, forwards = sp.attention_report(self.model), None, self.forwards
-        try:
-            options = {"linears": self.linears, "min_features": self.min_features}
-            swap = None if self.linears == "none" else sp.quantize_linears(self.model, **options)
-            with held_to("torch_sdpa_cudnn", self.device):
-                result = self.measure(1)
-        finally:
-            if swap is not None:
-                swap.remove()
-            self.model.set_attn_implementation("sdpa")
-        self.check_report(sp.attention_report(self.model), self.forwards - forwards, before)
+        before, forwards = sp.attention_report(self.model), self.forwards
+        options = {"min_tokens": self.min_tokens, "min_features": self.min_features}
+        way = (by_preset, self.preset) if self.preset else (by_hand, self.recipe, self.linears)
+        with way[0](self.model, *way[1:], **options), held_to("torch_sdpa_cudnn", self.device):
+            result = self.measure(1)
+            self.check_report(sp.attention_report(self.model), self.forwards - forwards, before)
         return result
 
     def expected(self, stock: torch.Tensor) -> torch.Tensor:
@@ -270,8 +268,7 @@ class Bench:
         sizes = {name: value for name, value in self.case.attention().items() if name != "kv_heads"}
         short = is_short(self.device, **sizes, recipe=self.recipe, min_tokens=self.min_tokens)
         wanted = 0 if short else forwards * self.case.int8_calls()
-        linears = report.linears if self.case.is_denoiser else None
-        self.int8_calls = calls + (0 if linears is None else linears.calls)
+        self.int8_calls = calls + (0 if report.linears is None else report.linears.calls)
         self.redone = max(row.get("redone_fraction", 0.0) for row in report.rows)
         print(
             f"{self.case.name:32} {OURS:18} INT8 calls {calls}, exact {exact} in {forwards} forwards; "
@@ -387,9 +384,8 @@ def main(arguments=None) -> int:
         bench = Bench(
             case, model, device, torch.bfloat16, recipe=options.recipe, min_tokens=options.min_tokens,
             reps=options.reps or case.reps, called=options.called, linears=options.linears,
-            min_features=options.min_features, skip=options.skip, compensates=options.compensate,
-            rounds=options.rounds, together=options.together,
-            rivals=rivals,
+            min_features=options.min_features, preset=options.preset, skip=options.skip,
+            compensates=options.compensate, rounds=options.rounds, together=options.together, rivals=rivals,
         )  # fmt: skip
         failures += run_case(bench, csv)
     return 1 if failures else 0

@@ -9,26 +9,30 @@ import torch
 
 
 TOKENS = 256
-_UNMEASURED = (
-    "Linear layers are balanced by their weights alone, which costs some percent of a language model's perplexity, as "
-)
+_COST = ", which costs some percent of a language model's perplexity"
 
 
-def unmeasured(reason: str) -> str:
+class RunFailed(Exception):
+    """Raised by a run on random tokens whose model failed, with the model's error as its cause."""
+
+
+def unmeasured(model: Any, reason: str) -> str:
     """Return the sentence for the log and the report that no run measured activations, and why."""
-    return f"{_UNMEASURED}{reason}."
+    is_language_model = _takes_tokens(model) and model.get_output_embeddings() is not None  # CLIP takes tokens, too
+    cost = _COST if is_language_model else ""
+    return f"Linear layers are balanced by their weights alone{cost}, as {reason}."
 
 
 def random_run(model: Any) -> Callable[[], object] | str:
     """Return a function that runs the model on random tokens, always the same ones.
 
-    Returns: the function, or in words why the model can't be run so.
+    Returns: the function, which raises RunFailed, or in words why the model can't be run so.
     """
     config = model.config.get_text_config(decoder=True)
     devices = {parameter.device for parameter in model.parameters()}
     if model.training:
         return "the model is in training mode: call model.eval() first"
-    if getattr(model, "main_input_name", "") != "input_ids":
+    if not _takes_tokens(model):
         return "the model takes other inputs than the ids of tokens"
     if model.config.is_encoder_decoder:
         return "the model is an encoder with a decoder, which random tokens don't serve"
@@ -40,4 +44,15 @@ def random_run(model: Any) -> Callable[[], object] | str:
     if isinstance(config.bos_token_id, int) and 0 <= config.bos_token_id < config.vocab_size:
         ids[0, 0] = config.bos_token_id
     ids = ids.to(device)
-    return lambda: model(input_ids=ids, use_cache=False)
+
+    def run() -> object:
+        try:
+            return model(input_ids=ids, use_cache=False)
+        except Exception as error:  # of a model that wants other inputs, or of too little memory
+            raise RunFailed(f"a run on random tokens failed ({type(error).__name__}: {error})") from error
+
+    return run
+
+
+def _takes_tokens(model: Any) -> bool:
+    return getattr(model, "main_input_name", "") == "input_ids"

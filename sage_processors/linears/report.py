@@ -7,7 +7,7 @@ from torch import nn
 from ..reporting.layer_report import Column, LayerReport, column_16bit, counts, grouped_table, share, span, summed
 from .modules import is_replaced
 from .probe import relative_error
-from .weights.layers import layers_of_others, modules_in_compiled_parts
+from .weights.layers import layers_of_others, matrices_of_others, modules_in_compiled_parts
 from .weights.linear_state import CALLED, EVENTS, FEW_ROWS, REMEDIES
 
 
@@ -82,10 +82,18 @@ def _worst(rows: list[dict]) -> str:
 
 
 def notes_of(swap) -> list[str]:
-    """Return remarks on a model: layers without a row, blocks without postponed results, missing hooks."""
+    """Return remarks on a model: weights without a row, blocks without postponed results, missing hooks."""
     found = layers_of_others(swap.model)
     kinds = ", ".join(dict.fromkeys(found))
     notes = [f"{len(found)} linear layers are of another kind and left to it: {kinds}."] if found else []
+    matrices = matrices_of_others(swap.model, swap.min_features)
+    if matrices:
+        number, every = sum(n for _, n in matrices), sum(p.numel() for p in swap.model.parameters())
+        kinds = ", ".join(dict.fromkeys(kind for kind, _ in matrices))
+        notes.append(
+            f"{number:,} parameters ({100 * number / every:.0f} % of the model's) stay in 16 bit and are not counted "
+            f"above, as they are in no linear layer: {kinds}."
+        )
     found = [block._sage.enclosure.obstacle_of(block) for block in swap.blocks]
     obstacles = dict.fromkeys(filter(None, found))
     if obstacles:

@@ -55,6 +55,7 @@ class LinearSwap:
         on_chosen: Callable[[LinearSwap], None] = lambda swap: None,
     ) -> None:  # fmt: skip
         self.model, self.name, self.drop_weights, self._drops_next = model, name, False, drop_weights
+        self.min_features = min_features
         self._options = dict[str, Any](linears=linears, layers=layers, min_features=min_features, gated=gated)
         self._measured = measured or {}
         self._owner = Owner(self)

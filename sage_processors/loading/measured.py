@@ -36,11 +36,11 @@ def balance_by_run(swap: LinearSwap, files: Iterable[Any], renaming: Renaming = 
     for source in ("norms", "attention"):
         try:
             vectors = {} if isinstance(run, str) else _measured(swap, list(states.values()), run, source)
-        except Exception as error:  # of a model that wants other inputs, or of too little memory
-            run, vectors = f"a run on random tokens failed ({type(error).__name__}: {error})", {}
+        except Exception as error:  # RunFailed, or too little memory for the weights' sizes behind the run
+            run, vectors = str(error), {}
         _balance(states, vectors, files, renaming)
     if isinstance(run, str):
-        logger.warning("linears: %s", unmeasured(run))
+        logger.warning("linears: %s", unmeasured(swap.model, run))
 
 
 def _balance(

@@ -132,6 +132,43 @@ def test_rows_of_a_case(name, bench, rows_of, capsys):
     assert all(provider in printed for provider in stock) and "exact {}" in printed
 
 
+def test_a_preset_is_timed_as_apply_runs_it(bench, rows_of, monkeypatch):
+    """With a rotation, behind a run on random tokens, and with prompts in 16 bit behind gated activations."""
+    applied, reports, check = [], [], bench.Bench.check_report
+    apply = sp.apply
+    monkeypatch.setattr(sp, "apply", lambda model, options: applied.append(options) or apply(model, options))
+    monkeypatch.setattr(bench.Bench, "check_report", lambda *a: reports.append(a[1]) or check(*a))
+    rows = rows_of("--case", "llama8b_prefill_512", "--preset", "fast", "--min-features", "1")
+    ours = {row["metric"]: row for row in rows if row["provider"] == "sage_kernels"}
+    assert {row["recipe"] for row in ours.values()} == {"preset_fast"} and "time" in ours
+    assert [(x.preset, x.linears) for x in applied] == [("fast", sp.Linears("int8", min_features=1))]
+    [report] = reports
+    assert {row["numbers"] for row in report.rows if row["calls"]} == {"qk_int8_pv_bf16, per_token, hadamard"}
+    calls = {row["layer"].rpartition(".")[2]: row["calls"] for row in report.linears.rows if row["format"]}
+    assert calls.pop("down_proj") == 0 and set(calls.values()) == {2}
+    assert float(ours["int8_calls"]["median"]) == report.calls + report.linears.calls
+
+
+def test_a_preset_is_for_language_models_and_sets_formats_by_itself(bench, capsys):
+    from end_to_end_options import chosen_cases, parse
+
+    assert {case.is_denoiser for case in chosen_cases(parse("", ["--preset", "fast"]))} == {False}
+    for more in (["--linears", "int8"], ["--recipe", "qk_int8_pv_fp8"]):
+        with pytest.raises(SystemExit):
+            parse("", ["--preset", "fast", *more])
+        assert "--preset: sets --linears and --recipe by itself" in capsys.readouterr().err
+
+
+def test_layers_by_hand_are_in_8_bit_behind_gates_too_and_counted(bench, small):
+    one = small("llama8b_prefill_512")
+    one.linears, one.min_features = "int8", 1
+    with torch.no_grad():
+        one.ours_language()
+    layers = one.case.config["num_hidden_layers"]
+    assert one.int8_calls == 2 * layers * (1 + 7) and one.model.config._attn_implementation == "sdpa"
+    assert sp.attention_report(one.model).linears is None
+
+
 def test_k_and_v_are_made_for_a_removed_attention_too(bench):
     """A compiler leaves out what nobody reads; the forward would be faster by more than attention."""
     products = []

@@ -102,6 +102,28 @@ def test_a_model_that_cannot_be_run_is_balanced_by_its_weights_and_says_so(hard,
     assert sum("balanced by their weights alone" in record.message for record in caplog.records) == 1
 
 
+def test_an_option_that_is_wrong_raises_alone_and_is_not_taken_for_a_failed_run(hard, caplog):
+    model, inputs = hard
+    want = logits(model, inputs)
+    wrong = {"layers": {"*.down_prj": {"linears": "none"}}}
+    with caplog.at_level(logging.WARNING, "sage_processors"), pytest.raises(ValueError, match="down_prj") as raised:
+        sp.apply(model, sp.SageAttnProcessor(linears=LINEARS, recipe="16bit", **wrong))
+    assert caplog.records == [] and raised.value.__context__ is None
+    assert torch.equal(logits(model, inputs), want)
+
+
+def test_another_format_than_a_model_was_loaded_in_raises_alone(hard, tmp_path, caplog):
+    hard[0].save_pretrained(tmp_path)
+    model = type(hard[0]).from_pretrained(tmp_path, quantization_config=sp.SageConfig("int8", min_features=0))
+    caplog.clear()
+    with (
+        caplog.at_level(logging.WARNING, "sage_processors"),
+        pytest.raises(RuntimeError, match="SageConfig") as raised,
+    ):
+        sp.apply(model, sp.SageAttnProcessor(linears="fp8"))
+    assert caplog.records == [] and raised.value.__context__ is None
+
+
 # --- behind gated activations ---
 
 GATED = {"llama": {"down_proj"}, "gemma3": {"down_proj"}, "t5": set(), "bert": set(), "whisper": set(), "vit": set()}
@@ -256,13 +278,16 @@ def test_a_model_that_was_not_run_says_why(caplog):
     reasons = {
         "t5": "an encoder with a decoder",
         "vit": "other inputs than the ids of tokens",
+        "whisper": "other inputs than the ids of tokens",
+        "siglip": "a run on random tokens failed",
         "llama": "training mode",
     }
     for name, reason in reasons.items():
         model, _ = MODELS[name]()
         model.train(name == "llama")
         with sp.apply(model, CONFIG) as handle:
-            assert any(reason in note for note in handle.report().notes), name
+            [note] = [note for note in handle.report().notes if reason in note]
+        assert ("perplexity" in note) == (name in ("t5", "llama")), name
 
 
 @pytest.mark.parametrize("where", ["applied", "applied and called"])

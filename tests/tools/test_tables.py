@@ -30,6 +30,12 @@ def test_the_documentation_is_what_results_csv_says():
     assert shown == set(found)
 
 
+def test_a_prompt_that_no_preset_ran_says_how_it_was_run():
+    """bench_end_to_end.py puts attention and linear layers of language models into 8 bit by hand."""
+    own = [figure for figure in FIGURES if (figure.suite, figure.recipe[:7]) == ("end_to_end", "qk_int8")]
+    assert own and all("by hand" in figure.what and "no preset was timed" in figure.what for figure in own)
+
+
 def test_the_command_updates_the_pages(tmp_path, capsys):
     arguments = ["--results", str(tmp_path / "results.csv")]
     for name in PAGES:

@@ -9,7 +9,7 @@ import sage_kernels
 from sage_kernels.facts import crossover
 
 from ...linears.quantize import quantize_linears
-from ...linears.random_run import random_run, unmeasured
+from ...linears.random_run import RunFailed, random_run, unmeasured
 from ...linears.swap import LinearSwap, swap_of
 from ...option_groups import OF_ATTENTION, Keep, Scaling
 from ...options import SageAttnProcessor
@@ -80,18 +80,16 @@ class LanguageHandle:
         own = self.config.linears
         options: dict[str, Any] = {"layers": rules, "min_features": own.min_features, "on_unsupported": strictness}
         options |= {"drop_weights": own.drop_weights, "gated": "16bit"}
-        run, found = random_run(self.model), None
+        run = random_run(self.model)
         try:
             if not isinstance(run, str):
-                found = quantize_linears(self.model, own.format, calibration=run, **options)
-        except Exception as error:  # of a model that wants other inputs, or of too little memory
-            run = f"a run on random tokens failed ({type(error).__name__}: {error})"
-        if found is None:
-            said = unmeasured(str(run))
-            self._notes.append(said)
-            logger.warning("linears: %s", said)
-            found = quantize_linears(self.model, own.format, **options)
-        return found
+                return quantize_linears(self.model, own.format, calibration=run, **options)
+        except RunFailed as error:
+            run = str(error)
+        said = unmeasured(self.model, run)
+        self._notes.append(said)
+        logger.warning("linears: %s", said)
+        return quantize_linears(self.model, own.format, **options)
 
     def refresh(self) -> None:
         """Quantise weights again that were written to uncounted, such as through `.data`, and swap new linear layers.

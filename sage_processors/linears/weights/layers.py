@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
+from torch.nn.utils.parametrize import ParametrizationList
 
 from sage_kernels.facts.few_rows import WEIGHT_ONLY
 
@@ -20,6 +22,8 @@ _PROTECTED_CLASSES = ("AdaLayerNorm", "Norm", "Modulation", "Embed", "Router")
 # Name parts of those among them whose input has one row per sample, made from the time step and pooled text.
 _SAMPLE_PARTS = ("modulation", "adaln", "ada_ln", "time_", "timestep", "temb", "guidance")
 _SAMPLE_CLASSES = ("Norm", "Modulation", "Timestep")
+# Matrices of fewer rows or columns are tables, such as the six rows of a block's modulation.
+_TABLE_ROWS = 16
 # Attention pooling beside the time embedding: its layers have many rows, and PyTorch's own attention reads weights.
 _POOL_CLASSES = ("AttentionPool",)
 
@@ -73,6 +77,28 @@ def layers_of_others(model: nn.Module) -> list[str]:
             if _forward_of(kind) is nn.Linear.forward and weight is not None:
                 kind = type(weight.data) if type(weight) is nn.Parameter else type(weight)
             found.append(kind.__name__)
+    return found
+
+
+def matrices_of_others(model: nn.Module, min_features: int | None) -> list[tuple[str, int]]:
+    """Return (class of the module, number of parameters) of each large 16-bit matrix that is in no nn.Linear.
+
+    Such are the experts of a mixture that are one parameter of three dimensions. Only repeated blocks are searched.
+    Convolutions, embeddings, routers and the parameters of adapters are left out.
+    """
+    least = MIN_FEATURES if min_features is None else min_features
+    owners, inside = dict(model.named_modules()), repeated_blocks(model)
+    known = (nn.Linear, nn.Embedding, nn.EmbeddingBag, _ConvNd, ParametrizationList)
+    found = []
+    for above, module in owners.items():
+        for key, parameter in {} if isinstance(module, known) else module._parameters.items():
+            name = f"{above}.{key}" if above else key
+            if parameter is None or parameter.ndim < 2 or "lora_" in name or _protection(name, owners, inside):
+                continue
+            is_large = min(parameter.shape[-2:]) >= _TABLE_ROWS and parameter.numel() >= least**2
+            is_16bit = type(parameter.data) is torch.Tensor and parameter.is_floating_point()
+            if is_large and is_16bit and parameter.element_size() > 1:
+                found.append((_class_name(module), parameter.numel()))
     return found
 
 
