@@ -12,6 +12,7 @@ from typing import Any
 import typer
 
 from ..files.whole_file import check_output, whole_file
+from ..installation import pip_install
 
 
 def check_csv(path: Path | None) -> None:
@@ -86,7 +87,7 @@ def _picture_format(path: Path) -> str | None:
     try:
         from PIL import Image
     except ImportError as error:
-        raise ImportError('pictures need pillow: pip install "sage-processors[diffusers]"') from error
+        raise ImportError(f"pictures need pillow: {pip_install('diffusers')}") from error
     kind = Image.registered_extensions().get(path.suffix.lower())
     return kind if kind in Image.SAVE else None
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
+from ..installation import pip_install
+
 
 try:
     import typer
     from rich.table import Table
 except ImportError as missing:
-    raise ImportError(f"the command line needs {missing.name}: pip install sage-processors") from missing
+    raise ImportError(f"the command line needs {missing.name}: {pip_install()}") from missing
 
 from .. import pipelines
 from ..option_groups import SCALINGS

@@ -16,6 +16,7 @@ from sage_processors.calibration.policy_files import write_policy
 from sage_processors.cli import loading
 from sage_processors.cli import main as cli
 from sage_processors.evaluation import language
+from sage_processors.installation import pip_install
 from tests.cli.test_language_models import folder_of
 from tests.support.repository import fresh
 
@@ -315,4 +316,4 @@ def test_a_missing_package_of_the_command_line():
         except SystemExit as stop:
             print(stop.code)
         """
-    assert fresh(code, without=("rich",)) == "Error: the command line needs rich: pip install sage-processors\n1\n"
+    assert fresh(code, without=("rich",)) == f"Error: the command line needs rich: {pip_install()}\n1\n"
