@@ -21,6 +21,8 @@ def check_csv(path: Path | None) -> None:
         from sage_kernels.results import check_appendable
 
         _refuse(check_appendable, path, "--csv")
+        if not path.exists():  # permissions promise nothing where no file can be made, such as in /proc
+            _refuse(check_output, path, "--csv")
 
 
 def check_names(option: str, given: Iterable[str], known: Iterable[str]) -> None:
@@ -61,6 +63,8 @@ def check_folder(folder: Path, option: str, files: Iterable[str], folders: Itera
     for path in [folder / name for name in folders]:
         if path.exists() and not path.is_dir():
             raise typer.BadParameter(f"{path} is no folder, expected one or none", param_hint=option)
+        if path.exists():
+            _refuse(check_output, path / "0.png", option)
 
 
 def folder_named(text: str | Path) -> Path:

@@ -170,12 +170,13 @@ def report(
 def _report_language(model: Any, recipe: str, scaling: str, as_json: bool) -> None:
     """Print the report of a transformers model with this recipe, before any call."""
     from ..language.attention import attention_report
-    from ..language.names import name_of
+    from ..language.generation.handle import implementation_of
 
     if SCALINGS.get(scaling) != "per_token":
         raise typer.BadParameter(f"{scaling}: models of transformers have per_token", param_hint="--scaling")
     check_names("--recipe", [recipe], RECIPES.split(", "))
-    model.set_attn_implementation(name_of(recipe))
+    options: Any = {"recipe": recipe, "scaling": "per_token"}
+    model.set_attn_implementation(implementation_of(SageAttnProcessor(**options)))  # as sp.apply does
     with answer(as_json) as found:
         found |= (planned := attention_report(model)).as_dict()
         planned.print(console)

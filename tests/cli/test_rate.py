@@ -256,8 +256,9 @@ def test_prompts_of_a_file_and_of_categories(tmp_path):
         set(built_in(32))
     ) == 32
     assert {category for category, _ in built_in(6, ["writing"])} == {"writing"}
-    (tmp_path / "p.txt").write_text("one\n\ntwo\n")
-    assert from_file(tmp_path / "p.txt") == [("", "one"), ("", "two")]
+    for encoding in ("utf-8", "utf-8-sig"):
+        (tmp_path / "p.txt").write_text("one\n\ntwo\n", encoding=encoding)
+        assert from_file(tmp_path / "p.txt") == [("", "one"), ("", "two")]
     assert "expected one of colours" in invoke("rate", "tiny_flux", "--category", "cats", code=2)
     assert "could not be read" in invoke("rate", "tiny_flux", "--prompts", tmp_path / "no.txt", code=2)
 
