@@ -22,6 +22,7 @@ from . import loading
 from .arguments import OneLineErrors
 from .calibrate import calibrate_policy
 from .checks import check_names, check_picture, float32_settings_kept, save_picture
+from .kinds import check_steps
 from .loading import (
     RECIPES,
     DeviceOption,
@@ -93,6 +94,7 @@ def demo(
     """
     config = _config(recipe, scaling)
     check_picture(output)
+    check_steps(model, steps)
     pipe = loading.load_pipeline(model, device)
     from ..evaluation import quality
     from ..evaluation.side_by_side import amplification, side_by_side

@@ -122,7 +122,7 @@ def test_Q37_calibrate_prints_before_it_saves(tmp_path, monkeypatch):
     )
     assert (
         code == 1
-        and "Budget, PSNR of 10 dB or more: met on fresh seeds: 100% of the calls in INT8" in said
+        and "Budget, PSNR of 10 dB or more: met on fresh seeds: 100% of attention calls in INT8" in said
         and "Policy:" not in said
     )
 

@@ -74,6 +74,11 @@ def test_a_model_that_is_not_there(command, tmp_path, monkeypatch):
         (["time", "tiny_flux", "--height", "100000000"], "'--height'"),
         (["time", "tiny_flux", "--steps", "1001"], "--steps: got 1001, expected at most 1000"),
         (["rate", "tiny_sd", "--steps", "1001"], "--steps: got 1001, expected at most 1000"),
+        (["demo", "tiny_sd", "--steps", "1001"], "--steps: got 1001, expected at most 1000, the steps that its s"),
+        (
+            ["calibrate", "--target-psnr", "9", "--steps", "1001"],
+            "--steps: got 1001, expected at most 1000, the steps",
+        ),
         (
             ["time", "tiny_lm", "--prompt-tokens", "500"],
             "--prompt-tokens: got 500 tokens and 128 new ones, expected at ",
