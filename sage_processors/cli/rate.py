@@ -108,6 +108,7 @@ def time_model(
         tokens = fitting(looked, option, prompt_tokens, 1024, max(new_tokens, more) if kind == TEXT else 0)
         title = f"{steps} tokens after {tokens}" if kind == TEXT else f"a text of {tokens} tokens"
     target = _loaded(looked, device, dtype, random)
+    _check_size(target, height, width)
     size: dict[str, int] = {}
     with answer(as_json) as found, console.status("stock") as status:
         if kind in DRAWN:
@@ -224,6 +225,7 @@ def rate(
                     )
             scores = _clip_score(clip, device)
             pipe = _loaded(looked, device, dtype)
+            _check_size(pipe, height, width)
             state = rating.rate(
                 pipe, pairs, seeds, config, output, name=model, steps=steps or looked.steps, batch=batch,
                 reference=reference, clip=scores, arguments=arguments, progress=bar,
@@ -360,6 +362,17 @@ def _size(looked: Looked, height: int | None, width: int | None, frames: int | N
     given = {"height": height, "width": width, "num_frames": frames}
     own = pipelines.call_arguments(looked.name)
     return own | {name: value for name, value in given.items() if value is not None}
+
+
+def _check_size(target: Any, height: int | None, width: int | None) -> None:
+    """Raise typer.BadParameter for a size that a pipeline such as FLUX's would round down to nothing."""
+    processor = getattr(getattr(target, "image_processor", None), "config", {})
+    least = processor.get("vae_scale_factor", 1)
+    for option, given in (("--height", height), ("--width", width)):
+        if given is not None and given < least:
+            raise typer.BadParameter(
+                f"got {given}, expected at least {least}: this pipeline draws multiples of it", param_hint=option
+            )
 
 
 def _pairs(model, from_file, count, category, built_in) -> list[tuple[str, str]]:

@@ -365,11 +365,9 @@ def floor(
 
 def decibels(psnr_db: float, digits: int = 1) -> str:
     """Return a PSNR in words, and of PSNR_CEILING that it is one."""
-    return (
-        f"{psnr_db:.{digits}f} dB"
-        if psnr_db < PSNR_CEILING
-        else f"{PSNR_CEILING:.0f} dB (identical, the most there is)"
-    )
+    if psnr_db < PSNR_CEILING:
+        return f"{psnr_db:.{digits}f} dB"
+    return f"{PSNR_CEILING:.0f} dB (identical, the most there is)"
 
 
 def in_words(result: Quality) -> str:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 from typer.testing import CliRunner
 
+import sage_processors as sp
 from sage_processors.cli import main as cli
 from sage_processors.evaluation import quality
 from sage_processors.evaluation.protocol import timing
@@ -36,6 +38,18 @@ def test_time_says_which_size_a_pipeline_really_draws():
         "gpu": "",
     }  # fmt: skip
     assert found["note"] == "The pipeline rounds sizes: it draws height 60, not 63."
+
+
+def test_a_size_that_would_be_rounded_to_nothing_is_refused(tmp_path):
+    """With a VAE of FLUX's depth, which makes a latent pixel of 8 pixels and a token of 2 latent ones."""
+    folder = tmp_path / "configs"
+    shutil.copytree(sp.pipelines.path("tiny_flux"), folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    config = json.loads((folder / "vae" / "config.json").read_text())
+    config |= {"down_block_types": ["DownEncoderBlock2D"] * 4, "up_block_types": ["UpDecoderBlock2D"] * 4}
+    (folder / "vae" / "config.json").write_text(json.dumps(config | {"block_out_channels": [32] * 4}))
+    words = ["time", str(folder), "--random", "--device", "cpu", "--steps", "1", "--height", "9", "--width", "64"]
+    done = CliRunner().invoke(cli.app, words)
+    assert done.exit_code == 2 and "--height: got 9, expected at least 16: this pipeline draws mult" in done.stderr
 
 
 def test_time_says_how_many_frames_a_clip_has_and_nothing_of_a_size_as_asked():
