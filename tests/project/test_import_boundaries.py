@@ -108,7 +108,8 @@ BELOW = {
     "sage_processors.cli": SHARED
     | LINEARS_ALL
     | DIFFUSIONS
-    | {f"sage_processors.{name}" for name in ("language", "language.generation", "evaluation", "calibration", "entry")},
+    | {"sage_processors.language.generation"}
+    | {f"sage_processors.{name}" for name in ("language", "evaluation", "calibration", "entry")},
     "sage_kernels.planning": {"sage_kernels.ops", FACTS},
     "sage_kernels.ops": {FACTS, "sage_kernels.checks", "sage_kernels.reference", f"{TRITON}.launch", *KERNELS},
     "sage_kernels": {"sage_kernels.ops", "sage_kernels.checks", "sage_kernels.reference", FACTS},
