@@ -1,6 +1,6 @@
 """A web page that draws with stock and with INT8 attention and lays one picture over the other.
 
-pip install "sage-processors[app]"
+pip install -e ".[app]"  # in the checkout
 python examples/app.py --port 7860  # offline: tiny_sd, tiny_flux, and a small SDXL of random weights
 python examples/app.py --model black-forest-labs/FLUX.1-dev
 """

@@ -193,7 +193,7 @@ def in_words(ours: Drawn, report, stock: Drawn) -> str:
 def text_file(text: str) -> str:
     """`type=` of a text to read."""
     try:
-        return Path(text).read_text(encoding="utf-8")
+        return Path(text).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise argparse.ArgumentTypeError(f"{text}: {str(error).splitlines()[0]}") from error
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from sage_processors.evaluation.metrics import Interval, missing_package
 from sage_processors.files.whole_file import write_whole
+from sage_processors.installation import pip_install
 
 
 # Okabe and Ito 2008, neighbours of different brightness; grey in place of their yellow, hard to see on white. Then
@@ -116,5 +117,5 @@ def _style():
     try:
         import matplotlib
     except ImportError as error:
-        raise missing_package("a figure", "matplotlib", '"sage-processors[notebooks]"') from error
+        raise missing_package("a figure", "matplotlib", pip_install("notebooks")) from error
     return matplotlib.rc_context(_STYLE)

@@ -56,8 +56,9 @@ class Calibration:
         result: numbers on fresh seeds.
             psnr_db, psnr_db_low, psnr_db_worst: mean, lower end of the mean's 95 % interval, worst picture.
             attention_error: relative L2 of the worst layer; 0 if it was not measured.
-            int8_share: INT8 calls over the calls that INT8 can do.
-            cost: attention time over that of 16 bit, counted or measured. looks: sets of fresh seeds used.
+            int8_share: INT8 calls over all attention calls, as in a report.
+            cost: time of attention that INT8 can do over that of 16 bit, counted or measured.
+            looks: sets of fresh seeds used.
             linear_share, if linear layers were searched: their operations in 8 bit over all of them.
             skipped_fraction, if skipping was searched: tile pairs left out, layers weighted by their time.
             lost_max, if skipping was searched: the largest measured share of a row's probability that was left out.

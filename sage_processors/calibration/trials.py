@@ -181,7 +181,7 @@ class Trials:
             "psnr_db": round(mean.value, 4),
             "psnr_db_low": round(mean.low, 4),
             "psnr_db_worst": round(min(drawn.psnr_db), 4),
-            "int8_share": round(drawn.int8_share, 6),
+            "int8_share": round(drawn.int8_calls / max(drawn.int8_calls + drawn.fallback_calls, 1), 6),
             "noise": layer_choices.sums_by_step(probes),
             "skipped": skip_choices.shares_of(rows),
             "lost_max": round(float(max((row["lost_max"] for row in rows), default=0.0)), 8),

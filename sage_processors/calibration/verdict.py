@@ -14,7 +14,11 @@ def verdict_of(budget: Mapping[str, float], met: bool, found: Mapping[str, Any])
     asked = f"PSNR of {limit:g} dB or more" if name == "target_psnr" else f"attention error of {limit:g} or less"
     if not found["int8_share"]:
         return f"Budget, {asked}: {'met' if met else 'NOT met'}, but {NOTHING_RAN}."
-    numbers = [f"{found['int8_share']:.0%} of the calls in INT8, attention in {found['cost']:.2f} of its 16-bit time"]
+    timed = "attention that can be in INT8 " + ("and linear layers take" if "linear_share" in found else "takes")
+    numbers = [
+        f"{found['int8_share']:.0%} of attention calls in INT8",
+        f"{timed} {found['cost']:.2f} of the 16-bit time",
+    ]
     if "psnr_db" in found:
         numbers.append(f"PSNR {found['psnr_db']:.2f} dB (mean; worst picture {found['psnr_db_worst']:.2f})")
     if found.get("attention_error"):

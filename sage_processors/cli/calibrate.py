@@ -12,6 +12,7 @@ from ..option_groups import LINEARS, SCALINGS, Linears
 from ..options import SageAttnProcessor
 from . import loading
 from .checks import check_file, check_names, float32_settings_kept
+from .kinds import check_steps
 from .loading import (
     RECIPES,
     BatchOption,
@@ -99,6 +100,7 @@ def calibrate_policy(
         raise typer.BadParameter(
             "give one of them alone, such as --target-psnr 40", param_hint="--target-psnr or --max-attention-error"
         )
+    check_steps(model, steps)
     pipe = loading.load_pipeline(model, device, dtype)
     prompts, seeds = example_prompts(images, model), [seed + i for i in range(images)]
     arguments = clip_arguments(model)
@@ -115,6 +117,6 @@ def calibrate_policy(
         said["policy"] = str(output.resolve())
         options: dict[str, Any] = {"soft_wrap": True, "markup": False, "highlight": False}
         console.print(f"Policy: {output.resolve()}", **options)
-        console.print(f'Use it: pipe.set_attn_processor(SageAttnProcessor.from_policy("{output.name}"))', **options)
+        console.print(f"Use it: pipe.set_attn_processor(SageAttnProcessor.from_policy({str(output)!r}))", **options)
     if not found.met:
         raise typer.Exit(1)

@@ -12,6 +12,7 @@ from typing import Any
 import typer
 
 from ..files.whole_file import check_output, whole_file
+from ..installation import pip_install
 
 
 def check_csv(path: Path | None) -> None:
@@ -20,6 +21,8 @@ def check_csv(path: Path | None) -> None:
         from sage_kernels.results import check_appendable
 
         _refuse(check_appendable, path, "--csv")
+        if not path.exists():  # permissions promise nothing where no file can be made, such as in /proc
+            _refuse(check_output, path, "--csv")
 
 
 def check_names(option: str, given: Iterable[str], known: Iterable[str]) -> None:
@@ -60,6 +63,8 @@ def check_folder(folder: Path, option: str, files: Iterable[str], folders: Itera
     for path in [folder / name for name in folders]:
         if path.exists() and not path.is_dir():
             raise typer.BadParameter(f"{path} is no folder, expected one or none", param_hint=option)
+        if path.exists():
+            _refuse(check_output, path / "0.png", option)
 
 
 def folder_named(text: str | Path) -> Path:
@@ -86,7 +91,7 @@ def _picture_format(path: Path) -> str | None:
     try:
         from PIL import Image
     except ImportError as error:
-        raise ImportError('pictures need pillow: pip install "sage-processors[diffusers]"') from error
+        raise ImportError(f"pictures need pillow: {pip_install('diffusers')}") from error
     kind = Image.registered_extensions().get(path.suffix.lower())
     return kind if kind in Image.SAVE else None
 

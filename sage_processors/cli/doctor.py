@@ -21,6 +21,7 @@ import torch
 
 from sage_kernels import DEFAULT_RECIPE, SCALINGS
 
+from ..installation import pip_install
 from ..version import __version__
 from .self_test import self_test, summary
 
@@ -244,7 +245,7 @@ def show(found: dict, console, every: bool = False) -> None:
         console.print("Without triton, attention runs on the CPU only: pip install triton", markup=False)
     if found["environment"]["diffusers"] is None:
         console.print(
-            'Without diffusers only the attention op works: pip install "sage-processors[diffusers]"', markup=False
+            f"Without diffusers only the attention op works: {pip_install('diffusers')}", soft_wrap=True, markup=False
         )
 
     title = f"Self-test against attention in fp64, {found['self_test_seconds']:.1f} s"

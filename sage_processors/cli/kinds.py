@@ -21,6 +21,7 @@ MODELS = {
     PICTURE: "a pipeline of pictures", CLIP: "a pipeline of clips", TEXT: "a language model",
     EMBEDDING: "a sentence encoder",
 }  # fmt: skip
+OF_SCHEDULER = "the steps that its scheduler was trained with"
 DRAWN, READS = (PICTURE, CLIP), (TEXT, EMBEDDING)
 # option → the kinds that it means something for; all kinds take the others
 KINDS = {
@@ -141,13 +142,23 @@ def check_options(context: typer.Context, looked: Looked, config: SageAttnProces
         check_names("--recipe", [config.recipe], [*loading.RECIPES.split(", "), IN_16_BIT])
     if looked.kind != TEXT and context.params.get("recipe") == IN_16_BIT:  # a language model's cache is in 8 bit
         _refuse_all_in_16_bit(looked, config)
-    for name, most, why in (
-        ("steps", looked.most_steps, "the steps that its scheduler was trained with"),
-        ("frames", looked.most_frames, "those that its denoiser knows positions for"),
-    ):
-        given = context.params.get(name)
-        if given is not None and most is not None and given > most:
-            raise typer.BadParameter(f"got {given}, expected at most {most}, {why}", param_hint=f"--{name}")
+    _check_most("--steps", context.params.get("steps"), looked.most_steps, OF_SCHEDULER)
+    why = "those that its denoiser knows positions for"
+    _check_most("--frames", context.params.get("frames"), looked.most_frames, why)
+
+
+def check_steps(name: str, steps: int) -> None:
+    """Raise typer.BadParameter for more steps than a pipeline's scheduler was trained with. Reads configs alone."""
+    diffusers, source = loading.quiet_diffusers(), loading.locate(name)
+    with refusing(name):
+        index = diffusers.DiffusionPipeline.load_config(source)
+        most = _config_of(diffusers, index, source, "scheduler").get("num_train_timesteps")
+    _check_most("--steps", steps, most, OF_SCHEDULER)
+
+
+def _check_most(option: str, given: int | None, most: int | None, why: str) -> None:
+    if given is not None and most is not None and given > most:
+        raise typer.BadParameter(f"got {given}, expected at most {most}, {why}", param_hint=option)
 
 
 def _refuse_all_in_16_bit(looked: Looked, config: SageAttnProcessor) -> None:

@@ -22,6 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from .. import pipelines
 from ..files.strict_json import plain_data
+from ..installation import pip_install
 from ..option_groups import IN_16_BIT, SCALINGS, RecipeName
 from .checks import refusing
 
@@ -165,7 +166,7 @@ def _quiet(name: str, extra: str) -> Any:
     try:
         library = importlib.import_module(name)
     except ImportError as error:
-        raise ImportError(f'{error.name} is not installed: pip install "sage-processors[{extra}]"') from error
+        raise ImportError(f"{error.name} is not installed: {pip_install(extra)}") from error
     library.utils.logging.set_verbosity_error()
     library.utils.logging.disable_progress_bar()
     return library

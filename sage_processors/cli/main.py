@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
+from ..installation import pip_install
+
 
 try:
     import typer
     from rich.table import Table
 except ImportError as missing:
-    raise ImportError(f"the command line needs {missing.name}: pip install sage-processors") from missing
+    raise ImportError(f"the command line needs {missing.name}: {pip_install()}") from missing
 
 from .. import pipelines
 from ..option_groups import SCALINGS
@@ -20,6 +22,7 @@ from . import loading
 from .arguments import OneLineErrors
 from .calibrate import calibrate_policy
 from .checks import check_names, check_picture, float32_settings_kept, save_picture
+from .kinds import check_steps
 from .loading import (
     RECIPES,
     DeviceOption,
@@ -91,6 +94,7 @@ def demo(
     """
     config = _config(recipe, scaling)
     check_picture(output)
+    check_steps(model, steps)
     pipe = loading.load_pipeline(model, device)
     from ..evaluation import quality
     from ..evaluation.side_by_side import amplification, side_by_side
@@ -168,12 +172,13 @@ def report(
 def _report_language(model: Any, recipe: str, scaling: str, as_json: bool) -> None:
     """Print the report of a transformers model with this recipe, before any call."""
     from ..language.attention import attention_report
-    from ..language.names import name_of
+    from ..language.generation.handle import implementation_of
 
     if SCALINGS.get(scaling) != "per_token":
         raise typer.BadParameter(f"{scaling}: models of transformers have per_token", param_hint="--scaling")
     check_names("--recipe", [recipe], RECIPES.split(", "))
-    model.set_attn_implementation(name_of(recipe))
+    options: Any = {"recipe": recipe, "scaling": "per_token"}
+    model.set_attn_implementation(implementation_of(SageAttnProcessor(**options)))  # as sp.apply does
     with answer(as_json) as found:
         found |= (planned := attention_report(model)).as_dict()
         planned.print(console)

@@ -101,16 +101,18 @@ def time_model(
     kind, more = looked.kind, timing.FEW + timed
     if kind in DRAWN:
         steps, arguments = steps or looked.steps, _size(looked, height, width, frames)
-        title = f"{steps} steps"
+        title, tokens = f"{steps} steps", 0
     else:
         steps = new_tokens if kind == TEXT else 1
         option = "--new-tokens" if prompt_tokens is None else "--prompt-tokens"
         tokens = fitting(looked, option, prompt_tokens, 1024, max(new_tokens, more) if kind == TEXT else 0)
         title = f"{steps} tokens after {tokens}" if kind == TEXT else f"a text of {tokens} tokens"
     target = _loaded(looked, device, dtype, random)
+    _check_size(target, height, width)
+    size: dict[str, int] = {}
     with answer(as_json) as found, console.status("stock") as status:
         if kind in DRAWN:
-            call = timing.picture_call(target, example_prompts(1, model)[0], arguments)
+            call = timing.picture_call(target, example_prompts(1, model)[0], arguments, size)
         else:
             call = (timing.text_call if kind == TEXT else timing.embedding_call)(target, tokens)
         times, calls = timing.time_both(
@@ -120,8 +122,15 @@ def time_model(
         what = kind if kind in DRAWN else TEXT
         said = timing.verdict(times, calls, target.device, what)
         found |= {"model": model, "steps": steps, "options": repr(config), "verdict": said}
+        precision, where = str(target.dtype).removeprefix("torch."), timing.device_name(target.device)
+        note = _other_size({"height": height, "width": width, "frames": frames}, size)
+        found |= dict.fromkeys(("height", "width", "frames")) | size
+        found |= {"prompt_tokens": tokens or None, "dtype": precision, "random": random, "note": note}
+        parts = [title, *(f"{name} {number}" for name, number in size.items()), f"{precision} on {where}"]
+        title = ", ".join(parts + ["random weights"] * random)
         found |= calls._asdict() | {
             "device": str(target.device),
+            "gpu": where if target.device.type == "cuda" else "",
             "times": {way: time._asdict() for way, time in times.items()},
         }
         table = Table("run with", title=f"{model}: {title}", title_justify="left")
@@ -129,8 +138,8 @@ def time_model(
             table.add_column(name, justify="right")
         for way, time in times.items():
             table.add_row(way, *("–" if x is None else f"{x:.3f}" for x in time))
-        if heading(config):
-            console.print(heading(config), markup=False, highlight=False)
+        for line in filter(None, (_heading(config, model, policy), note)):
+            console.print(line, soft_wrap=True, markup=False, highlight=False)
         console.print(table)
         console.print(said, soft_wrap=True, highlight=False, markup=False)
 
@@ -216,6 +225,7 @@ def rate(
                     )
             scores = _clip_score(clip, device)
             pipe = _loaded(looked, device, dtype)
+            _check_size(pipe, height, width)
             state = rating.rate(
                 pipe, pairs, seeds, config, output, name=model, steps=steps or looked.steps, batch=batch,
                 reference=reference, clip=scores, arguments=arguments, progress=bar,
@@ -262,7 +272,7 @@ def _config(ctx, model, preset, recipe, linears, policy) -> SageAttnProcessor:
 
     given: dict[str, Any] = {"recipe": recipe, "linears": linears}
     given = {name: value for name, value in given.items() if value is not None}
-    if model in (*pipelines.PIPELINES, *pipelines.VIDEOS):
+    if _is_embedded(model):
         given["min_tokens"] = MIN_TOKENS  # so small a model is short on every GPU
     try:
         if policy is not None:
@@ -273,6 +283,24 @@ def _config(ctx, model, preset, recipe, linears, policy) -> SageAttnProcessor:
     except (OSError, ValueError) as error:
         said = str(error).removeprefix("path: ")
         raise typer.BadParameter(said, param_hint=None if policy is None else "--policy") from error
+
+
+def _is_embedded(model: str) -> bool:
+    return model in (*pipelines.PIPELINES, *pipelines.VIDEOS)
+
+
+def _heading(config: SageAttnProcessor, model: str, policy: Path | None) -> str:
+    """Return the first line of `time`: preset and options that differ, beside it the limit that `_config` changed."""
+    if policy is not None or not _is_embedded(model):
+        return heading(config)
+    asked = heading(replace(config, min_tokens=None)) or "No preset"
+    return f"{asked}; min_tokens={config.min_tokens}, so that so small a model runs in INT8 at all"
+
+
+def _other_size(asked: dict[str, int | None], size: dict[str, int]) -> str:
+    """Return in words which sizes the pipeline rounded, "" if none. size: what it drew."""
+    other = [f"{name} {drawn}, not {asked[name]}" for name, drawn in size.items() if asked[name] not in (None, drawn)]
+    return f"The pipeline rounds sizes: it draws {', '.join(other)}." if other else ""
 
 
 def _pieces(looked: Looked, config, windows, context, new_tokens, chat) -> tuple[Any, SageAttnProcessor]:
@@ -336,6 +364,17 @@ def _size(looked: Looked, height: int | None, width: int | None, frames: int | N
     return own | {name: value for name, value in given.items() if value is not None}
 
 
+def _check_size(target: Any, height: int | None, width: int | None) -> None:
+    """Raise typer.BadParameter for a size that a pipeline such as FLUX's would round down to nothing."""
+    processor = getattr(getattr(target, "image_processor", None), "config", {})
+    least = processor.get("vae_scale_factor", 1)
+    for option, given in (("--height", height), ("--width", width)):
+        if given is not None and given < least:
+            raise typer.BadParameter(
+                f"got {given}, expected at least {least}: this pipeline draws multiples of it", param_hint=option
+            )
+
+
 def _pairs(model, from_file, count, category, built_in) -> list[tuple[str, str]]:
     if from_file:
         if count is not None and count > len(from_file):
@@ -345,6 +384,6 @@ def _pairs(model, from_file, count, category, built_in) -> list[tuple[str, str]]
             )
         return list(from_file[:count])
     count = count or 32
-    if model in (*pipelines.PIPELINES, *pipelines.VIDEOS):  # which know a few words
+    if _is_embedded(model):  # which know a few words
         return [("", prompt) for prompt in example_prompts(count, model)]
     return list(built_in(count, category))

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from .. import pipelines
+from ..installation import pip_install
 
 
 EMBEDDED_NAME = "tiny_lm"
@@ -52,7 +53,7 @@ def load_tokenizer(model: str | Path) -> Any:
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
-        raise ImportError("language models need transformers: pip install 'sage-processors[transformers]'") from error
+        raise ImportError(f"language models need transformers: {pip_install('transformers')}") from error
     return AutoTokenizer.from_pretrained(locate(model))
 
 

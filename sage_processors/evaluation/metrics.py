@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 import torch
 
+from ..installation import pip_install
+
 
 SSIM_WINDOW = 11  # side of torchmetrics' default Gaussian window, in pixels: the smallest picture
 # Wang, Simoncelli and Bovik 2003, table of weights per scale, finest first
@@ -126,7 +128,7 @@ def lpips(images: torch.Tensor, reference: torch.Tensor, *, backbone: str = "ale
         raise ValueError(f"images: got {images.shape[1]} channels, expected 3 (RGB)")
     functional = torchmetrics_image("LPIPS")
     if importlib.util.find_spec("torchvision") is None:
-        raise missing_package("LPIPS", "torchvision", "torchvision")
+        raise missing_package("LPIPS", "torchvision", "pip install torchvision")
     import torchvision  # type: ignore[import-not-found,unused-ignore]
 
     url = torchvision.models.get_model_weights(LPIPS_BACKBONES[backbone]).DEFAULT.url
@@ -226,9 +228,9 @@ def torchmetrics_image(metric: str):
     return functional
 
 
-def missing_package(user: str, package: str, install: str = '"sage-processors[diffusers]"') -> ImportError:
+def missing_package(user: str, package: str, command: str = pip_install("diffusers")) -> ImportError:
     """Return the error to raise if a package that `user` needs is not installed."""
-    return ImportError(f"{user} needs {package}, which is not installed: pip install {install}")
+    return ImportError(f"{user} needs {package}, which is not installed: {command}")
 
 
 def check_images(images: torch.Tensor, name: str = "images") -> None:

@@ -363,13 +363,21 @@ def floor(
     return compare(name, "", half, full)
 
 
+def decibels(psnr_db: float, digits: int = 1) -> str:
+    """Return a PSNR in words, and of PSNR_CEILING that it is one."""
+    if psnr_db < PSNR_CEILING:
+        return f"{psnr_db:.{digits}f} dB"
+    return f"{PSNR_CEILING:.0f} dB (identical, the most there is)"
+
+
 def in_words(result: Quality) -> str:
     """Describe a comparison in one line: its means and its worst picture."""
     if not result.is_ours:
         return f"{NOTHING_RAN}: both pictures are stock"
     count = len(result.psnr_db)
     mean_psnr, mean_ssim = sum(result.psnr_db) / count, sum(result.ssim) / count
-    return f"PSNR {mean_psnr:.2f} dB, SSIM {mean_ssim:.5f} (means), worst PSNR {min(result.psnr_db):.2f} dB"
+    mean, worst = (decibels(psnr, 2) for psnr in (mean_psnr, min(result.psnr_db)))
+    return f"PSNR {mean}, SSIM {mean_ssim:.5f} (means), worst PSNR {worst}"
 
 
 def append_results(path: str | Path, pipeline: str, results: Sequence[Quality], *, device: str) -> None:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from ..installation import pip_install
+
 
 @contextmanager
 def progress_bar(enabled: bool, first: str = "") -> Iterator[Callable[[str, int], Callable[[], Any] | None]]:
@@ -22,7 +24,7 @@ def progress_bar(enabled: bool, first: str = "") -> Iterator[Callable[[str, int]
     try:
         from rich.progress import Progress
     except ImportError as error:
-        raise ImportError("the progress bar needs rich: pip install sage-processors, or progress=False") from error
+        raise ImportError(f"the progress bar needs rich, or progress=False: {pip_install()}") from error
     with Progress() as bar:
         task = bar.add_task(first, total=None)
 

@@ -74,5 +74,5 @@ def test_committed_figures_are_there():
 
 def test_missing_matplotlib_names_the_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ImportError, match=r'needs matplotlib.*pip install "sage-processors\[notebooks\]"'):
+    with pytest.raises(ImportError, match=r'needs matplotlib.*pip install -e "\.\[notebooks\]"'):
         drawing.figure()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import torch
 from typer.testing import CliRunner
@@ -24,9 +25,21 @@ def test_calibrate_writes_a_policy_and_its_rows(tmp_path):
     assert done.exit_code == 0, done.output
     said = " ".join(done.output.split())
     assert "Budget, PSNR of 35 dB or more: met on fresh seeds: 100%" in said and "NOT met" not in said
-    assert "Use it: pipe.set_attn_processor(SageAttn" in said
+    printed = re.search(r"SageAttnProcessor\.from_policy\(.*?\)", done.output.replace("\n", ""))[0]
+    assert eval(printed, {"SageAttnProcessor": sp.SageAttnProcessor}).min_tokens == quality.MIN_TOKENS  # from anywhere
     assert sp.SageAttnProcessor.from_policy(output) == sp.SageAttnProcessor(min_tokens=quality.MIN_TOKENS)
     assert json.loads(output.read_text())["budget"] == {"target_psnr": 35.0}
+
+
+def test_calibrate_and_time_say_the_same_share_of_attention_calls(tmp_path):
+    """Half of the calls of tiny_sd are cross-attention, too short for INT8."""
+    output, small = tmp_path / "policy.json", ["tiny_sd", "--steps", 3, "--device", "cpu"]
+    options = ["--images", 1, "--target-psnr", 20, "--scaling", "per_block", "--output", output]
+    done = invoke("calibrate", *small, *options)
+    assert "50% of attention calls in INT8" in " ".join(done.output.split()), done.output
+    assert json.loads(output.read_text())["result"]["int8_share"] == 0.5
+    timed = invoke("time", *small, "--policy", output, "--timed", 1)
+    assert "50% of attention calls and no linear layer ran in 8 bit" in " ".join(timed.output.split()), timed.output
 
 
 def test_options_of_calibrate_reach_the_search(tmp_path, monkeypatch):

@@ -50,7 +50,12 @@ def nothing_loads(monkeypatch):
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("no/where.csv", "does not exist"), ("folder.csv", "no regular file"), ("other.csv", "got columns")],
+    [
+        ("no/where.csv", "does not exist"),
+        ("folder.csv", "no regular file"),
+        ("other.csv", "got columns"),
+        ("/proc/x.csv", "nothing can be written to folder /proc"),  # though root may write there
+    ],
 )
 def test_Q36_a_csv_that_takes_no_rows_is_refused_first(name, words, nothing_loads, tmp_path):
     (tmp_path / "folder.csv").mkdir()
@@ -58,6 +63,13 @@ def test_Q36_a_csv_that_takes_no_rows_is_refused_first(name, words, nothing_load
     code, said = invoke("rate", "tiny_sd", "--csv", tmp_path / name)
     assert code == 2 and words in said and "--csv" in said, said
     assert (tmp_path / "other.csv").read_text() == "a,b\n"
+
+
+def test_Q36_a_ratings_pictures_must_be_writable_too(nothing_loads, tmp_path):
+    (tmp_path / "rating.json").write_text("{}")
+    (tmp_path / "pictures").symlink_to("/proc")
+    code, said = invoke("rate", "tiny_sd", "--output", tmp_path)
+    assert code == 2 and "--output" in said and "nothing can be written to folder" in said, said
 
 
 @pytest.mark.parametrize(
@@ -71,6 +83,10 @@ def test_Q36_a_csv_that_takes_no_rows_is_refused_first(name, words, nothing_load
         (["calibrate", "--target-psnr", "40", "--output", "p.txt"], "p.txt: expected a name that ends in .json"),
         (["calibrate", "--target-psnr", "40", "--state", "no/s.json"], "folder no does not exist"),
         (["calibrate", "--target-psnr", "40", "--output", "folder.json"], "no regular file"),
+        (["demo", "--output", "/proc/x.png"], "nothing can be written to folder /proc"),
+        (["calibrate", "--target-psnr", "40", "--output", "/proc/x.json"], "nothing can be written to folder /proc"),
+        (["calibrate", "--target-psnr", "40", "--state", "/proc/x.json"], "nothing can be written to folder /proc"),
+        (["rate", "tiny_sd", "--output", "/proc/x"], "nothing can be written to folder /proc"),
     ],
 )
 def test_Q36_outputs_that_cannot_be_written_are_refused_first(arguments, words, nothing_loads, tmp_path, monkeypatch):
@@ -106,7 +122,7 @@ def test_Q37_calibrate_prints_before_it_saves(tmp_path, monkeypatch):
     )
     assert (
         code == 1
-        and "Budget, PSNR of 10 dB or more: met on fresh seeds: 100% of the calls in INT8" in said
+        and "Budget, PSNR of 10 dB or more: met on fresh seeds: 100% of attention calls in INT8" in said
         and "Policy:" not in said
     )
 

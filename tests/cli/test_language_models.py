@@ -13,6 +13,7 @@ pytest.importorskip("diffusers")  # its loggers keep the output of the command t
 
 import sage_processors as sp  # noqa: E402
 from sage_processors.cli import main as cli  # noqa: E402
+from sage_processors.evaluation import language  # noqa: E402
 from tests.support import real_models  # noqa: E402
 from tests.support.tiny_language_models import MODELS  # noqa: E402
 
@@ -41,7 +42,7 @@ def test_report_lists_every_layer_of_a_model_of_transformers(name, tmp_path):
     expected = sp.attention_report(model).rows
     assert [row["layer"] for row in rows] == [row["layer"] for row in expected]
     number = sum(row["status"] == "active" for row in expected)
-    assert f"{number} layers active: sage_qk_int8_pv_bf16, qk_int8_pv_bf16, per_token" in output and number >= 2
+    assert f"{number} layers active: sage_int8, qk_int8_pv_bf16, per_token, hadamard" in output and number >= 2
     assert output.startswith("Nothing ran") and not list(tmp_path.glob("*.safetensors"))
 
 
@@ -50,6 +51,16 @@ def test_report_takes_a_recipe_and_gives_data(tmp_path):
     found = json.loads(invoke("report", folder, "--recipe", "int_flash_half", "--json"))
     assert [row["implementation"] for row in found["rows"]] == ["sage_int_fa_half"] * 2 and found["calls"] == 0
     assert "3 layers active" in invoke("report", "tiny_lm")
+
+
+def test_the_forecast_of_a_model_of_transformers_is_what_apply_sets():
+    rows = json.loads(invoke("report", "tiny_lm", "--json"))["rows"]
+    model, _ = language.load("tiny_lm")
+    with sp.apply(model, sp.SageAttnProcessor()) as handle:
+        applied = handle.report().rows
+    names = ("layer", "implementation", "numbers", "recipe", "rotation")
+    told, true = ([{key: row[key] for key in names if key in row} for row in found] for found in (rows, applied))
+    assert told == true and {row["implementation"] for row in true} == {"sage_int8"}
 
 
 @pytest.mark.parametrize(
@@ -76,4 +87,4 @@ def test_report_of_a_model_without_our_kind_of_attention(tmp_path):
 def test_report_of_a_real_model():
     real_models.load("smollm2")
     output = invoke("report", real_models.folder("smollm2"))
-    assert "30 layers active: sage_qk_int8_pv_bf16, qk_int8_pv_bf16, per_token" in output
+    assert "30 layers active: sage_int8, qk_int8_pv_bf16, per_token, hadamard" in output

@@ -16,6 +16,7 @@ from sage_processors.calibration.policy_files import write_policy
 from sage_processors.cli import loading
 from sage_processors.cli import main as cli
 from sage_processors.evaluation import language
+from sage_processors.installation import pip_install
 from tests.cli.test_language_models import folder_of
 from tests.support.repository import fresh
 
@@ -73,6 +74,11 @@ def test_a_model_that_is_not_there(command, tmp_path, monkeypatch):
         (["time", "tiny_flux", "--height", "100000000"], "'--height'"),
         (["time", "tiny_flux", "--steps", "1001"], "--steps: got 1001, expected at most 1000"),
         (["rate", "tiny_sd", "--steps", "1001"], "--steps: got 1001, expected at most 1000"),
+        (["demo", "tiny_sd", "--steps", "1001"], "--steps: got 1001, expected at most 1000, the steps that its s"),
+        (
+            ["calibrate", "--target-psnr", "9", "--steps", "1001"],
+            "--steps: got 1001, expected at most 1000, the steps",
+        ),
         (
             ["time", "tiny_lm", "--prompt-tokens", "500"],
             "--prompt-tokens: got 500 tokens and 128 new ones, expected at ",
@@ -315,4 +321,4 @@ def test_a_missing_package_of_the_command_line():
         except SystemExit as stop:
             print(stop.code)
         """
-    assert fresh(code, without=("rich",)) == "Error: the command line needs rich: pip install sage-processors\n1\n"
+    assert fresh(code, without=("rich",)) == f"Error: the command line needs rich: {pip_install()}\n1\n"

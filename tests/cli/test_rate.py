@@ -175,6 +175,21 @@ def test_legibility_is_the_share_of_quoted_letters_that_ocr_reads(monkeypatch):
 def test_a_noise_floor_of_nothing_is_no_distance():
     said = rating.summarise([row(50, quality.PSNR_CEILING)] * 6)["verdict"]
     assert said.startswith("Another exact kernel draws the very same pictures here; INT8 does not: PSNR 50.0 dB")
+    assert "where the other kernel has 120 dB (identical, the most there is); SSIM" in said and "120.0" not in said
+
+
+def test_a_page_says_where_psnr_ends(tmp_path):
+    named = {"category": "", "prompt": "a", "seed": 1, "pictures": {"int8": "x.png"}}
+    for ours, times in ((50, 1), (quality.PSNR_CEILING, 3)):  # the floor; and the mean and the picture of INT8
+        rows = [row(ours, quality.PSNR_CEILING) | named]
+        state = {"settings": {"model": "x"}, "rows": rows, "notes": [], **rating.summarise(rows * 6)}
+        rating_page.write_page(state | {"verdict": ""}, tmp_path / "x.html")
+        page = (tmp_path / "x.html").read_text()
+        assert (
+            page.count("120 dB (identical, the most there is)") == times
+            and "Identical pictures count as 120 dB." in page
+        )
+        assert "120 [" not in page and ("50 [50, 50]" in page) == (ours == 50)
 
 
 def test_a_mean_is_over_the_pictures_that_have_the_metric():
@@ -256,8 +271,9 @@ def test_prompts_of_a_file_and_of_categories(tmp_path):
         set(built_in(32))
     ) == 32
     assert {category for category, _ in built_in(6, ["writing"])} == {"writing"}
-    (tmp_path / "p.txt").write_text("one\n\ntwo\n")
-    assert from_file(tmp_path / "p.txt") == [("", "one"), ("", "two")]
+    for encoding in ("utf-8", "utf-8-sig"):
+        (tmp_path / "p.txt").write_text("one\n\ntwo\n", encoding=encoding)
+        assert from_file(tmp_path / "p.txt") == [("", "one"), ("", "two")]
     assert "expected one of colours" in invoke("rate", "tiny_flux", "--category", "cats", code=2)
     assert "could not be read" in invoke("rate", "tiny_flux", "--prompts", tmp_path / "no.txt", code=2)
 

@@ -91,7 +91,7 @@ def test_missing_torchmetrics_names_the_command(metric, monkeypatch):
     for name in [n for n in sys.modules if n == "torchmetrics" or n.startswith("torchmetrics.")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "torchmetrics", None)
-    with pytest.raises(ImportError, match=r'pip install "sage-processors\[diffusers\]"'):
+    with pytest.raises(ImportError, match=r'pip install -e "\.\[diffusers\]" in a checkout'):
         metric(pictures(), pictures())
 
 

@@ -23,7 +23,7 @@ pytestmark = [  # without importing it: that takes seconds, and the quick tests 
     pytest.mark.slow("starts the page and a browser"),
     pytest.mark.skipif(
         importlib.util.find_spec("gradio") is None,
-        reason="gradio is not installed: pip install 'sage-processors[app]'",
+        reason="gradio is not installed: pip install -e '.[app]'",
     ),
 ]
 PROMPT = "a yellow star on a black background"

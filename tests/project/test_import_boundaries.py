@@ -70,8 +70,8 @@ def test_processors_use_the_ops_not_their_insides():
 
 # What each room may import besides itself: everything below it. A folder that is not named is part of its parent.
 FACTS = "sage_kernels.facts"
-# versions of torch and Triton, and nothing of ours
-GROUND_FILES = {"sage_kernels.compat", "sage_kernels._triton.compat"}
+# versions of torch and Triton, words of messages, and nothing of ours
+GROUND_FILES = {"sage_kernels.compat", "sage_kernels._triton.compat", "sage_processors.installation"}
 TRITON = "sage_kernels._triton"  # its own files: what its rooms share
 KERNELS = {f"{TRITON}.{name}" for name in ("prologue", "attention", "decode", "heads", "linear", "mixed")}
 SHARED = {"sage_processors", *(f"sage_processors.{name}" for name in ("files", "patching", "reporting"))}
@@ -108,6 +108,7 @@ BELOW = {
     "sage_processors.cli": SHARED
     | LINEARS_ALL
     | DIFFUSIONS
+    | {"sage_processors.language.generation"}
     | {f"sage_processors.{name}" for name in ("language", "evaluation", "calibration", "entry")},
     "sage_kernels.planning": {"sage_kernels.ops", FACTS},
     "sage_kernels.ops": {FACTS, "sage_kernels.checks", "sage_kernels.reference", f"{TRITON}.launch", *KERNELS},
@@ -271,7 +272,7 @@ def torch_alone() -> dict:
 
 @pytest.mark.slow("a process that imports transformers")
 def test_a_language_model_needs_no_diffusers():
-    """Install `sage-processors[transformers]` alone, and do what docs/language.md begins with."""
+    """Install the extra `transformers` alone, and do what docs/language.md begins with."""
     pytest.importorskip("transformers")
     code = """
         import torch, transformers
@@ -334,9 +335,7 @@ def test_importing_us_first_is_enough(us_first):
 
 def names_the_command(name: str, said: str) -> bool:
     extra = {"transformers": "[transformers]", "typer": ""}.get(name, "[diffusers]")
-    return (
-        f"pip install sage-processors{extra}" in said.replace("'", "").replace('"', "") and name.split("'")[0] in said
-    )
+    return f'pip install -e ".{extra}"' in said and name.split("'")[0] in said
 
 
 @pytest.mark.parametrize("name", NEEDS)
@@ -368,5 +367,5 @@ def test_an_extra_that_is_missing_alone_names_the_command():
 
 def test_the_command_line_names_the_command(torch_alone):
     code, printed = torch_alone["demo"]
-    assert 'pip install "sage-processors[diffusers]"' in printed and code == 1
+    assert 'pip install -e ".[diffusers]"' in printed and code == 1
     assert "Traceback" not in printed

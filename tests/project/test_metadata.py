@@ -9,11 +9,13 @@ import sys
 
 import pytest
 
+from sage_processors.installation import pip_install
 from tests.support.repository import ROOT, files
 
 
 tomllib = pytest.importorskip("tomllib" if sys.version_info >= (3, 11) else "tomli")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+NAMED = r"""(?:(?:sage-processors|\.|whl)\[|pip_install\(["'])([a-z,]+)["'\]]"""
 RELEASE = ROOT / ".github" / "workflows" / "release.yml"
 
 
@@ -33,10 +35,23 @@ def test_extras_that_messages_and_pages_name_exist():
     named = {
         extra
         for source in sources
-        for found in re.findall(r"(?:sage-processors|\.|whl)\[([a-z,]+)\]", source.read_text(encoding="utf-8"))
+        for found in re.findall(NAMED, source.read_text(encoding="utf-8"))
         for extra in found.split(",")
     }
-    assert {"diffusers", "transformers", "app"} <= named <= set(PROJECT["optional-dependencies"]), named
+    assert {"diffusers", "transformers", "app", "ocr"} <= named <= set(PROJECT["optional-dependencies"]), named
+
+
+def test_nothing_is_installed_from_an_index_by_our_name_before_a_release():
+    """Anybody can register a name that nothing was released under."""
+    sources = [*files("sage_processors", "kernels", "examples", "demo", "notebooks"), *ROOT.glob("*.md")]
+    sources += [path for folder in ("docs", "examples", "demo", "kernels") for path in (ROOT / folder).rglob("*.md")]
+    by_name = re.compile(r"pip install(?:\s+-\S+)*\s+[\"']?sage[-_]processors(?![-_.\w])")
+    assert len(sources) > 200
+    found = {str(x.relative_to(ROOT)): by_name.findall(x.read_text(encoding="utf-8")) for x in sources}
+    assert not {name: lines for name, lines in found.items() if lines}
+    assert by_name.search('pip install "sage-processors[ocr]"') and by_name.search("pip install sage-processors")
+    said = 'pip install -e ".[ocr]" in a checkout of sage-processors, or its wheel file with [ocr]'
+    assert pip_install("ocr") == said and pip_install() == said.replace("[ocr]", "").removesuffix(" with ")
 
 
 def test_a_release_writes_the_address_of_the_repository_it_runs_in(tmp_path):

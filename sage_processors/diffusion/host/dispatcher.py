@@ -12,6 +12,8 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from ...installation import pip_install
+
 
 NAME = "sage_int8"
 _MEMBER = "SAGE_INT8"
@@ -61,9 +63,7 @@ def module() -> Any:
                 finally:
                     constants.DIFFUSERS_ATTN_BACKEND = NAME
         except ImportError as error:
-            raise ImportError(
-                "sage_processors needs diffusers for this: pip install 'sage-processors[diffusers]'"
-            ) from error
+            raise ImportError(f"sage_processors needs diffusers for this: {pip_install('diffusers')}") from error
     return _module
 
 

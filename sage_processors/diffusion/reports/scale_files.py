@@ -32,6 +32,7 @@ from sage_kernels.facts.state import (
 
 from ...files.strict_json import config_hash, some, strict_json, strict_object
 from ...files.whole_file import check_input, given_path, write_whole
+from ...installation import pip_install
 from ...version import __version__
 
 
@@ -130,7 +131,7 @@ def _safetensors():
     try:
         import safetensors.torch
     except ImportError as error:
-        raise ImportError('scale files need safetensors: pip install "sage-processors[diffusers]"') from error
+        raise ImportError(f"scale files need safetensors: {pip_install('diffusers')}") from error
     return safetensors.torch
 
 

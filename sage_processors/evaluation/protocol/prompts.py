@@ -72,7 +72,8 @@ def from_file(path: Path, count: int | None = None) -> list[tuple[str, str]]:
     count: only the first ones. Raises: ValueError.
     """
     try:
-        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        text = path.read_text(encoding="utf-8-sig")  # editors of Windows begin a file with a byte order mark
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} could not be read: {error}") from error
     if not lines:

@@ -1,7 +1,7 @@
 """Rate pictures or clips in INT8, and those of another exact kernel, against a reference.
 
-Another exact kernel draws other pictures, too, since its rounding differs. Its distance is the noise floor: what no
-method can be asked to beat. Every picture is compared with it pair by pair.
+Another exact kernel rounds otherwise, so that in 16 bit it draws other pictures, too. Its distance is the noise floor:
+what no method can be asked to beat. Every picture is compared with it pair by pair. In fp32 on a CPU it may be none.
 """
 
 from __future__ import annotations
@@ -243,7 +243,7 @@ def _verdict(count: int, summary: dict[str, Any]) -> str:
         interval = f"{-apart.value:.1f} dB ({-apart.high:.1f} to {-apart.low:.1f})"
         head = f"INT8 is {interval} further from the reference than another exact kernel"
     return (
-        f"{head}: PSNR {ours:.1f} dB, where the other kernel has {floor:.1f}; SSIM "
+        f"{head}: PSNR {quality.decibels(ours)}, where the other kernel has {quality.decibels(floor)}; SSIM "
         f"{means[OURS]['ssim'][0]:.4f} and {means[FLOOR]['ssim'][0]:.4f}; worst of {count} {drawn} "
-        f"{worst:.1f} dB{frames}; {ran(summary).in_words()}."
+        f"{quality.decibels(worst)}{frames}; {ran(summary).in_words()}."
     )

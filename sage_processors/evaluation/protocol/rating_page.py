@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ...files.whole_file import write_whole
+from .. import quality
 
 
 STYLE = """
@@ -41,9 +42,11 @@ def write_page(state: dict[str, Any], path: Path) -> None:
     title = escape(f"{Path(settings['model']).name or settings['model']}: INT8 beside stock")
     head = ["drawn with" if shown else "run with", *(TITLES[key] for key in names)]
     lines = [
-        [named.get(way, way), *(_cell(found.get(key)) for key in names)] for way, found in summary["means"].items()
+        [named.get(way, way), *(_cell(found.get(key), key) for key in names)]
+        for way, found in summary["means"].items()
     ]
     apart = ["INT8 minus the noise floor", *(_cell(summary["ours_minus_floor"].get(key)) for key in names)]
+    cap = f" Identical pictures count as {quality.PSNR_CEILING:.0f} dB." if "psnr_db" in names else ""
     notes = "".join(f"<li>{escape(note)}</li>" for note in state["notes"])
     listed = ((key, value) for key, value in settings.items() if key not in ("prompts", "seeds"))
     about = [[key, str(value)] for key, value in listed]
@@ -51,7 +54,7 @@ def write_page(state: dict[str, Any], path: Path) -> None:
         f"<h1>{title}</h1>",
         f'<p class="verdict">{escape(state["verdict"])}</p>',
         _table(head, [*lines, apart]),
-        '<p class="small">Means with 95 % intervals, by bootstrap. The noise floor is another exact kernel.</p>',
+        f'<p class="small">Means with 95 % intervals, by bootstrap. The noise floor is another exact kernel.{cap}</p>',
         f"<ul>{notes}</ul>" if notes else "",
         *(_row(row, named) for row in sorted(shown, key=lambda row: row["metrics"]["int8"].get("psnr_db", 0))),
         "<h2>How it was made</h2>",
@@ -66,11 +69,17 @@ def write_page(state: dict[str, Any], path: Path) -> None:
     write_whole(path, html.encode())
 
 
-def _cell(value: Sequence[float] | None) -> str:
+def _cell(value: Sequence[float] | None, key: str = "") -> str:
+    """Return a mean with its interval. key: of the metric."""
     if value is None:
         return "–"
     mean, low, high = (f"{number:.4g}" for number in value)
-    return f"{mean} [{low}, {high}]"
+    return said if (said := _number(value[0], key)) != mean else f"{mean} [{low}, {high}]"
+
+
+def _number(value: float, key: str) -> str:
+    """Return a metric's value in words. key: of the metric."""
+    return quality.decibels(value) if key == "psnr_db" and value >= quality.PSNR_CEILING else f"{value:.4g}"
 
 
 def _table(head: list[str], lines: list[list[str]]) -> str:
@@ -85,7 +94,7 @@ def _table(head: list[str], lines: list[list[str]]) -> str:
 
 def _row(row: dict[str, Any], named: dict[str, str]) -> str:
     """Return one prompt with its pictures and numbers. named: {way: its name on the page}."""
-    numbers = "; ".join(f"{TITLES[key]}: {value:.4g}" for key, value in row["metrics"]["int8"].items())
+    numbers = "; ".join(f"{TITLES[key]}: {_number(value, key)}" for key, value in row["metrics"]["int8"].items())
     category = f"{row['category']}: " if row["category"] else ""
     alt = "{}: " + row["prompt"].replace("{", "(").replace("}", ")")
     figures = "".join(

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ...installation import pip_install
 from ..metrics import missing_package
 
 
@@ -65,7 +66,7 @@ class Legibility:
             import onnxruntime  # noqa: F401
             from rapidocr import RapidOCR
         except ImportError as error:
-            raise missing_package("reading a picture", str(error.name), '"sage-processors[ocr]"') from error
+            raise missing_package("reading a picture", str(error.name), pip_install("ocr")) from error
         self.read = RapidOCR(params={"Global.log_level": "critical"})
 
     def __call__(self, pictures: torch.Tensor, prompts: Sequence[str]) -> list[float | None]:

@@ -148,14 +148,18 @@ def _seconds(call: Callable[[int], Any], steps: int, device: torch.device) -> fl
     return time.perf_counter() - began
 
 
-def picture_call(pipe: Any, prompt: str, arguments: dict[str, Any]) -> Callable[[int], None]:
+def picture_call(
+    pipe: Any, prompt: str, arguments: dict[str, Any], size: dict[str, int] | None = None
+) -> Callable[[int], None]:
     """Return a function of a number of steps, for drawing a picture or clip.
 
-    arguments: more for the pipeline's call.
+    Args: arguments: more for the pipeline's call. size: gets the height and width that are drawn, and a clip's frames.
     """
 
     def call(steps: int) -> None:
-        generate(pipe, [prompt], [0], steps=steps, **arguments)
+        shape = generate(pipe, [prompt], [0], steps=steps, **arguments).shape
+        if size is not None:
+            size.update({"frames": shape[1]} if len(shape) == 5 else {}, height=shape[-2], width=shape[-1])
 
     return call
 
@@ -215,6 +219,11 @@ def time_both(
     return {"stock": stock, "int8": ours}, Calls.of(report)
 
 
+def device_name(device: torch.device) -> str:
+    """Return the name of a GPU, or "a CPU"."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
+
+
 def _seconds_of(timing: Timing) -> str:
     return f"{timing.total:.2f}" if timing.total >= 0.1 else f"{timing.total:.2g}"
 
@@ -224,7 +233,7 @@ def verdict(found: dict[str, Timing], calls: Calls, device: torch.device, what: 
     stock, ours = found["stock"], found["int8"]
     ratio = ours.total / stock.total
     numbers = f"{_seconds_of(ours)} s a {what}, stock {_seconds_of(stock)} s ({ratio:.2f})"
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
+    name = device_name(device)
     if not calls.ran:
         return f"No: nothing of this model ran in 8 bit on {name}, {numbers}{calls.reason}."
     if device.type != "cuda":
