@@ -103,6 +103,10 @@ class Int8KVCache(Cache):
             )
         if self._has_cross_attention:
             self._refuse_cross_attention(layer_idx)
+        layer = self.layers[layer_idx]
+        if isinstance(layer, Int8StaticLayer) and layer.grows and not torch.compiler.is_compiling():
+            layer._check_model(key_states, value_states)
+            self.make_room(layer._length() + key_states.shape[2])
         if self.offloading:
             # transformers 5.17 does not wait: the layer's copy to the CPU may still run, and so may the last read of
             # memory that is about to be used again
@@ -169,6 +173,15 @@ class Int8KVCache(Cache):
     def early_initialization(self, *args: Any, **kwargs: Any) -> None:
         """Allocate buffers before the first update, as transformers' method, in all layers or none."""
         self._all_layers_or_none("early_initialization", *args, **kwargs)
+
+    def make_room(self, tokens: int) -> None:
+        """Make room for `tokens` tokens in all where max_cache_len may grow, in all layers or none."""
+        growing = [x for x in self.layers if isinstance(x, Int8StaticLayer) and x.grows and tokens > x.max_cache_len]
+        trials = [layer._trial() for layer in growing]
+        for trial in trials:
+            trial.make_room(tokens)
+        for layer, trial in zip(growing, trials, strict=True):
+            layer._take(trial)
 
     def _all_layers_or_none(self, name: str, *args: Any, only: int | None = None, **kwargs: Any) -> Any:
         """Call a method of transformers' Cache on a copy; if it succeeds, take over the copy's layers.

@@ -11,8 +11,9 @@ from typing import Any
 from transformers.generation import GenerationMixin, configuration_utils
 
 from ..kv_cache import Int8KVCache
+from ..kv_room import bucket
+from ..kv_static_layers import Int8StaticLayer
 from ..names import IMPLEMENTATIONS
-from .step_cache import bucket
 
 
 INT8 = "int8"  # cache_implementation
@@ -47,6 +48,8 @@ def _with_int8(prepare: Any) -> Any:
             from .decode_graphs import start_graphs  # not before transformers is there
 
             start_graphs(self)
+        if isinstance(given, Int8KVCache) and _says_length(generation_config, mode):
+            given.make_room(longest)  # at once, and before compiled calls, which can't
         asked = generation_config.cache_implementation
         if (
             given is not None
@@ -97,10 +100,10 @@ def _handle_of(model: Any) -> Any:
 def _cache(model: Any, generation_config: Any, mode: Any, longest: int) -> Any:
     """Return a new cache for one `generate`.
 
-    It has a fixed size if the user said how many new tokens there may be, else it grows. Assisted decoding drops
-    tokens again, which a ring of a sliding window can't.
+    It has buffers for the whole call if the user said how many new tokens there may be, and makes room for more in a
+    later one. Else it grows as it goes. Assisted decoding drops tokens again, which a ring of a sliding window can't.
     """
-    said = generation_config.max_new_tokens is not None and "assisted" not in str(getattr(mode, "value", mode))
+    said = _says_length(generation_config, mode)
     recording = getattr(generation_config, "is_assistant", False)
     try:
         cache = Int8KVCache(model.config, bucket(longest) if said and not recording else None)
@@ -108,9 +111,17 @@ def _cache(model: Any, generation_config: Any, mode: Any, longest: int) -> Any:
         from transformers import DynamicCache
 
         return DynamicCache(config=model.config.get_text_config(decoder=True))
+    for layer in cache.layers:
+        if isinstance(layer, Int8StaticLayer):
+            layer.grows = True
     if recording:
         cache.activate_past_recording()
     return cache
+
+
+def _says_length(generation_config: Any, mode: Any) -> bool:
+    """True if the user said how many new tokens a `generate` may make, and none of them are dropped again."""
+    return generation_config.max_new_tokens is not None and "assisted" not in str(getattr(mode, "value", mode))
 
 
 give_caches()  # at the end: an import of transformers from here may import this module again, which is then not ready
