@@ -42,7 +42,8 @@ class LanguageHandle:
     """INT8 in a transformers model, as returned by `sage_processors.apply`.
 
     As a context manager it removes it again at the end. Attributes: config (SageAttnProcessor), graphs (DecodeGraphs
-    or None), linears (LinearSwap or None).
+    or None), linears (LinearSwap or None); cache_reason (why `generate` makes no Int8KVCache, "" if it does, None if
+    that is unknown), ordinary_caches (the number of 16-bit ones that it made for that reason).
     """
 
     def __init__(self, model: Any, config: SageAttnProcessor):
@@ -51,6 +52,8 @@ class LanguageHandle:
         self.model, self.config, self._active = model, config, True
         self.linears: LinearSwap | None = None
         self.graphs: DecodeGraphs | None = None
+        self.cache_reason: str | None = None
+        self.ordinary_caches = 0
         self._last_report: AttentionReport | None = None
         self._notes: list[str] = []
         self._name: str | None = None
@@ -109,8 +112,14 @@ class LanguageHandle:
                 f"{self.graphs.replays} decode steps came from CUDA graphs ({self.graphs.captures} captured)"
                 f"{'; eager ones: ' + eager if eager else ''}."
             )
+        if self.ordinary_caches:
+            lines.append(f"{self.said_of_caches()} Calls: {self.ordinary_caches}.")
         found.notes[:0] = lines
         return found
+
+    def said_of_caches(self) -> str:
+        """Return the sentence for the log and the report that this model gets 16-bit caches, and why."""
+        return f"Keys and values stay in 16 bit, as this model can't decode over an Int8KVCache ({self.cache_reason})."
 
     def remove(self) -> None:
         """Put everything back as it was. A second call does nothing.

@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+import transformers as tf
 
 import sage_processors as sp
 from sage_processors.language.generation.decode_graphs import DecodeGraphs
@@ -143,3 +144,53 @@ def test_steps_from_graphs_stop_at_a_size_that_the_user_chose(name, applied):
     with pytest.raises(ValueError, match="got 1 tokens after 256, expected at most 256"):
         generate(model, ids_of(240), sp.Int8KVCache(model.config, LEAST_ROOM), 40)
     assert made.replays
+
+
+WITHOUT_INT8 = {
+    "head_dim 512": ("Llama", {"head_dim": 512}, "head_dim: got 512"),
+    "latent attention": (
+        "DeepseekV3",
+        {
+            "num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 16, "v_head_dim": 16, "n_routed_experts": 4, "n_group": 1, "topk_group": 1,
+            "num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1,
+        },
+        "value_states: got shape",
+    ),
+    "values in two halves": ("DiffLlama", {}, "chunk: got a layer of an Int8KVCache"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WITHOUT_INT8)
+def test_a_model_that_an_int8_cache_does_not_serve_keeps_its_own(case):
+    family, options, said = WITHOUT_INT8[case]
+    config = getattr(tf, f"{family}Config")(
+        **{"vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+        | {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0, "eos_token_id": None, **options}
+    )
+    model = getattr(tf, f"{family}ForCausalLM")(config).eval()
+    want = generate(model, ids_of(80)).sequences
+    with sp.apply(model, sp.SageAttnProcessor(recipe="16bit")) as handle:
+        for number in (1, 2):
+            output = generate(model, ids_of(80))
+            assert type(cache_of(output)) is tf.DynamicCache and torch.equal(output.sequences, want)
+            (note,) = handle.report().notes
+            assert said in note and note.endswith(f" Calls: {number}.")
+        for row in handle.report().rows:
+            assert sum(row["fallbacks"].values()) % 16 == 0  # what ran to find out is not counted
+        with pytest.raises(NotImplementedError, match=said):
+            model.generate(ids_of(80), max_new_tokens=8, cache_implementation="int8")
+
+
+def test_a_model_whose_inputs_are_unknown_gets_an_int8_cache(monkeypatch):
+    model = model_of("llama")
+    forward = model.forward
+
+    def picky(input_ids, **options):
+        if input_ids.shape[0] != 2:
+            raise ValueError("expected two sequences")
+        return forward(input_ids=input_ids, **options)
+
+    model.forward = picky
+    with sp.apply(model, sp.SageAttnProcessor()) as handle:
+        assert isinstance(cache_of(generate(model, ids_of(80))), sp.Int8KVCache) and not handle.report().notes
