@@ -1,4 +1,4 @@
-"""An Int8KVCache as the cache that `generate` makes.
+"""An Int8KVCache as the cache that `generate` makes, readable until `generate` ends.
 
 For models with a handle, and for cache_implementation="int8".
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -37,6 +38,17 @@ def give_caches() -> None:
         wrapped: Any = _with_int8(prepare)
         wrapped.gives_int8 = True
         GenerationMixin._prepare_cache_for_generation = wrapped
+        GenerationMixin.generate = _in_use(vars(GenerationMixin)["generate"])
+
+
+def _in_use(generate: Any) -> Any:
+    @functools.wraps(generate)
+    def generate_in_use(self: Any, *args: Any, **kwargs: Any) -> Any:
+        handle = _handle_of(self)
+        with nullcontext() if handle is None else handle.in_use():
+            return generate(self, *args, **kwargs)
+
+    return generate_in_use
 
 
 def _with_int8(prepare: Any) -> Any:

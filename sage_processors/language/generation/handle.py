@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import sage_kernels
@@ -54,6 +56,8 @@ class LanguageHandle:
         self.graphs: DecodeGraphs | None = None
         self.cache_reason: str | None = None
         self.ordinary_caches = 0
+        self._running: list[object] = []  # calls of `generate`
+        self._has_left = False
         self._last_report: AttentionReport | None = None
         self._notes: list[str] = []
         self._name: str | None = None
@@ -125,7 +129,8 @@ class LanguageHandle:
         """Put everything back as it was. A second call does nothing.
 
         Linear layers whose 16-bit weights were dropped stay in 8 bit. The log and the report say so; a later `apply`
-        with the same `linears` takes them over.
+        with the same `linears` takes them over. If `generate` is running, it keeps our attention until it ends, as
+        nothing else can read its INT8 cache.
         """
         if not self._active:
             return
@@ -150,6 +155,29 @@ class LanguageHandle:
                 self.linears.remove()
         if handle_of(self.model) is self:
             forget(self.model, "handle")
+            block_state(self.model).leaving = self
+        if not self._running:
+            self.leave()
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Note a running `generate`, which may read INT8 caches until it ends."""
+        call = object()
+        self._running.append(call)
+        try:
+            yield
+        finally:
+            self._running.remove(call)
+            if not (self._active or self._running):
+                self.leave()
+
+    def leave(self) -> None:
+        """Give the model the attention back that it had. A second call does nothing."""
+        if self._has_left:
+            return
+        self._has_left = True
+        if getattr(vars(self.model).get("_sage"), "leaving", None) is self:
+            forget(self.model, "leaving")
         for config, name in self._before:  # parents first: setting a parent's name sets its parts' too
             now = str(config._attn_implementation).removeprefix("paged|")
             if self._name in (None, now):  # else somebody has chosen another one since
@@ -189,6 +217,9 @@ def apply_to_language_model(model: Any, config: SageAttnProcessor) -> LanguageHa
         earlier = handle_of(part)
         if earlier is not None:
             earlier.remove()
+        leaving = getattr(vars(part).get("_sage"), "leaving", None)
+        if leaving is not None:  # a running `generate` goes on with the new handle's attention
+            leaving.leave()
     return LanguageHandle(model, config)
 
 
