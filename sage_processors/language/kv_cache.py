@@ -31,6 +31,21 @@ _OTHER_LAYERS = tuple(
 _WITHOUT_KEYS = ("rwkv", "xlstm")
 
 
+class Offset(int):
+    """Position of the first key of a mask, an int that knows the cache that it is of.
+
+    `sage_mask` knows the model's config. It is called before anything of a forward is stored.
+    """
+
+    cache: Int8KVCache
+
+    def __new__(cls, position: int, cache: Int8KVCache) -> Offset:
+        """Return the position as an int of this class."""
+        made = super().__new__(cls, position)
+        made.cache = cache
+        return made
+
+
 class Int8KVCache(Cache):
     """KV cache for `past_key_values` with INT8 codes and one bf16 scale per token and head.
 
@@ -55,6 +70,7 @@ class Int8KVCache(Cache):
         layer, or with a layer whose cache is neither keys and values nor a linear attention state.
     """
 
+    _checked: Any = None  # the config whose sliding windows are known to be those of the layers
     _newest_layer = None  # the layer updated last, since the mask's sizes were asked for
     _asked_for_sizes = False
 
@@ -128,7 +144,21 @@ class Int8KVCache(Cache):
     def get_mask_sizes(self, *args: Any, **kwargs: Any) -> Any:
         """Return a mask's sizes as transformers' method. Notes that a new forward may have begun."""
         self._newest_layer, self._asked_for_sizes = None, True
-        return super().get_mask_sizes(*args, **kwargs)
+        length, offset = super().get_mask_sizes(*args, **kwargs)
+        return length, offset if torch.compiler.is_compiling() else Offset(offset, self)
+
+    def check_windows(self, config: Any) -> None:
+        """Raise ValueError if the layers of a model with this config have other sliding windows than the cache's."""
+        if config is self._checked:
+            return
+        wanted = [_window_of(stock) for stock in DynamicCache(config=config.get_text_config(decoder=True)).layers]
+        for number, (layer, window) in enumerate(zip(self.layers, wanted, strict=False)):
+            if isinstance(layer, Int8Layer) and layer.sliding_window != window:
+                raise ValueError(
+                    f"sliding_window: got {layer.sliding_window} in layer {number} of the cache, expected {window} as "
+                    "in the model's config; make it with Int8KVCache(model.config) of this model"
+                )
+        self._checked = config
 
     def reset(self) -> None:
         """Forget all tokens."""
@@ -223,7 +253,7 @@ def _layers(decoder: Any, max_cache_len: int | None) -> list[Any]:
     heads, dims = _known_sizes(decoder)
     layers = []
     for number, stock in enumerate(stock_layers):
-        window = stock.sliding_window if type(stock) is DynamicSlidingWindowLayer else None
+        window = _window_of(stock)
         if type(stock) in _OTHER_LAYERS:
             layers.append(stock)
         elif type(stock) not in (DynamicLayer, DynamicSlidingWindowLayer):
@@ -238,6 +268,12 @@ def _layers(decoder: Any, max_cache_len: int | None) -> list[Any]:
         else:
             layers.append(Int8StaticSlidingLayer(max_cache_len, window, heads, dims))
     return layers
+
+
+def _window_of(stock: Any) -> int | None:
+    """Return the sliding window of a layer of transformers' own cache, None without one."""
+    window: int | None = stock.sliding_window if type(stock) is DynamicSlidingWindowLayer else None
+    return window
 
 
 def _trial_of(layer: Any) -> Any:
