@@ -174,7 +174,7 @@ def test_a_model_that_an_int8_cache_does_not_serve_keeps_its_own(case):
         for number in (1, 2):
             output = generate(model, ids_of(80))
             assert type(cache_of(output)) is tf.DynamicCache and torch.equal(output.sequences, want)
-            (note,) = handle.report().notes
+            note = handle.report().notes[0]
             assert said in note and note.endswith(f" Calls: {number}.")
         for row in handle.report().rows:
             assert sum(row["fallbacks"].values()) % 16 == 0  # what ran to find out is not counted
@@ -193,4 +193,5 @@ def test_a_model_whose_inputs_are_unknown_gets_an_int8_cache(monkeypatch):
 
     model.forward = picky
     with sp.apply(model, sp.SageAttnProcessor()) as handle:
-        assert isinstance(cache_of(generate(model, ids_of(80))), sp.Int8KVCache) and not handle.report().notes
+        assert isinstance(cache_of(generate(model, ids_of(80))), sp.Int8KVCache)
+        assert not any("stay in 16 bit" in note for note in handle.report().notes)
