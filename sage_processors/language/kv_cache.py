@@ -31,6 +31,21 @@ _OTHER_LAYERS = tuple(
 _WITHOUT_KEYS = ("rwkv", "xlstm")
 
 
+class Offset(int):
+    """Position of the first key of a mask, an int that knows the cache that it is of.
+
+    `sage_mask` knows the model's config. It is called before anything of a forward is stored.
+    """
+
+    cache: Int8KVCache
+
+    def __new__(cls, position: int, cache: Int8KVCache) -> Offset:
+        """Return the position as an int of this class."""
+        made = super().__new__(cls, position)
+        made.cache = cache
+        return made
+
+
 class Int8KVCache(Cache):
     """KV cache for `past_key_values` with INT8 codes and one bf16 scale per token and head.
 
@@ -55,6 +70,7 @@ class Int8KVCache(Cache):
         layer, or with a layer whose cache is neither keys and values nor a linear attention state.
     """
 
+    _checked: Any = None  # the config whose sliding windows are known to be those of the layers
     _newest_layer = None  # the layer updated last, since the mask's sizes were asked for
     _asked_for_sizes = False
 
@@ -103,6 +119,12 @@ class Int8KVCache(Cache):
             )
         if self._has_cross_attention:
             self._refuse_cross_attention(layer_idx)
+        layer = self.layers[layer_idx]
+        if isinstance(layer, Int8StaticLayer) and layer.grows and not torch.compiler.is_compiling():
+            layer._check_model(key_states, value_states)
+            tokens = layer._length() + key_states.shape[2]
+            if tokens > layer.max_cache_len:
+                self.make_room(tokens)
         if self.offloading:
             # transformers 5.17 does not wait: the layer's copy to the CPU may still run, and so may the last read of
             # memory that is about to be used again
@@ -124,7 +146,21 @@ class Int8KVCache(Cache):
     def get_mask_sizes(self, *args: Any, **kwargs: Any) -> Any:
         """Return a mask's sizes as transformers' method. Notes that a new forward may have begun."""
         self._newest_layer, self._asked_for_sizes = None, True
-        return super().get_mask_sizes(*args, **kwargs)
+        length, offset = super().get_mask_sizes(*args, **kwargs)
+        return length, offset if torch.compiler.is_compiling() else Offset(offset, self)
+
+    def check_windows(self, config: Any) -> None:
+        """Raise ValueError if the layers of a model with this config have other sliding windows than the cache's."""
+        if config is self._checked:
+            return
+        wanted = [_window_of(stock) for stock in DynamicCache(config=config.get_text_config(decoder=True)).layers]
+        for number, (layer, window) in enumerate(zip(self.layers, wanted, strict=False)):
+            if isinstance(layer, Int8Layer) and layer.sliding_window != window:
+                raise ValueError(
+                    f"sliding_window: got {layer.sliding_window} in layer {number} of the cache, expected {window} as "
+                    "in the model's config; make it with Int8KVCache(model.config) of this model"
+                )
+        self._checked = config
 
     def reset(self) -> None:
         """Forget all tokens."""
@@ -170,6 +206,15 @@ class Int8KVCache(Cache):
         """Allocate buffers before the first update, as transformers' method, in all layers or none."""
         self._all_layers_or_none("early_initialization", *args, **kwargs)
 
+    def make_room(self, tokens: int) -> None:
+        """Make room for `tokens` tokens in all where max_cache_len may grow, in all layers or none."""
+        growing = [x for x in self.layers if isinstance(x, Int8StaticLayer) and x.grows and tokens > x.max_cache_len]
+        trials = [layer._trial() for layer in growing]
+        for trial in trials:
+            trial.make_room(tokens)
+        for layer, trial in zip(growing, trials, strict=True):
+            layer._take(trial)
+
     def _all_layers_or_none(self, name: str, *args: Any, only: int | None = None, **kwargs: Any) -> Any:
         """Call a method of transformers' Cache on a copy; if it succeeds, take over the copy's layers.
 
@@ -210,7 +255,7 @@ def _layers(decoder: Any, max_cache_len: int | None) -> list[Any]:
     heads, dims = _known_sizes(decoder)
     layers = []
     for number, stock in enumerate(stock_layers):
-        window = stock.sliding_window if type(stock) is DynamicSlidingWindowLayer else None
+        window = _window_of(stock)
         if type(stock) in _OTHER_LAYERS:
             layers.append(stock)
         elif type(stock) not in (DynamicLayer, DynamicSlidingWindowLayer):
@@ -225,6 +270,12 @@ def _layers(decoder: Any, max_cache_len: int | None) -> list[Any]:
         else:
             layers.append(Int8StaticSlidingLayer(max_cache_len, window, heads, dims))
     return layers
+
+
+def _window_of(stock: Any) -> int | None:
+    """Return the sliding window of a layer of transformers' own cache, None without one."""
+    window: int | None = stock.sliding_window if type(stock) is DynamicSlidingWindowLayer else None
+    return window
 
 
 def _trial_of(layer: Any) -> Any:

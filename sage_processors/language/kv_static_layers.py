@@ -13,6 +13,7 @@ from sage_kernels import append_kv
 from sage_kernels.compat import mark_static_address
 
 from .kv_layers import BUFFERS, FIRST, VECTORS, Int8Layer
+from .kv_room import bucket
 from .kv_vectors import FIRST_TOKENS, choose_vectors, must_choose_again
 from .quantized_kv import QuantizedKV
 
@@ -25,10 +26,13 @@ class Int8StaticLayer(Int8Layer):
     Attributes:
         lent: {name: tensor} to take in place of new buffers, if their shapes fit; None without. Decode graphs lend
             those of a cache that is gone (generation/step_cache.py).
+        grows: True if max_cache_len is the room for now, and `Int8KVCache.make_room` may raise it. False if it is a
+            limit that the user chose.
     """
 
     is_compileable = True
     lent: dict[str, torch.Tensor] | None = None
+    grows = False
     _how_to_restart = "make a new Int8KVCache: reset() keeps the buffers of a static one as they are"
 
     def __init__(self, max_cache_len: int, heads: frozenset = frozenset(), dims: frozenset = frozenset()):
@@ -66,9 +70,8 @@ class Int8StaticLayer(Int8Layer):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return the same as `Int8Layer.get_mask_sizes`. Raises ValueError if the tokens do not fit."""
-        if not torch.compiler.is_compiling():
-            self._check_room(query_length)
-        return (query_length if self.is_empty else self.max_cache_len), 0
+        room = self.max_cache_len if torch.compiler.is_compiling() else self._room_for(query_length)
+        return (query_length if self.is_empty else room), 0
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
         """Store new tokens, as `Int8Layer.update`. Raises ValueError if they do not fit.
@@ -243,6 +246,22 @@ class Int8StaticLayer(Int8Layer):
             self._host_length = int(self.cumulative_length)
         return self._host_length
 
+    def make_room(self, tokens: int) -> None:
+        """Make room for `tokens` tokens in all, in new buffers if necessary."""
+        before, old = self._first_capacity(), self._buffers()
+        self.max_cache_len = max(self.max_cache_len, bucket(tokens))
+        if self.is_initialized and self._first_capacity() != before:
+            self._allocate(self._first_capacity())
+            for new, x in zip(self._buffers(), old, strict=True):
+                new[:, :, : self._length()] = x[:, :, : self._length()]
+
+    def _room_for(self, number: int) -> int:
+        """Return max_cache_len as it is once `number` more tokens are stored."""
+        if self.grows and self._length() + number > self.max_cache_len:
+            return bucket(self._length() + number)
+        self._check_room(number)
+        return self.max_cache_len
+
     def _check_room(self, number: int) -> None:
         if self._length() + number > self.max_cache_len:
             raise ValueError(
@@ -295,7 +314,11 @@ class Int8StaticSlidingLayer(Int8StaticLayer):
         super().__init__(max_cache_len, heads, dims)
         self.sliding_window = sliding_window
         self.is_sliding = True
-        self.ring = min(sliding_window, max_cache_len)
+
+    @property
+    def ring(self) -> int:
+        """Number of slots."""
+        return min(self.sliding_window, self.max_cache_len)
 
     def get_seq_length(self):
         """Return the number of tokens seen, an int."""
@@ -307,14 +330,13 @@ class Int8StaticSlidingLayer(Int8StaticLayer):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return the same as `Int8Layer.get_mask_sizes`. Raises ValueError if the tokens do not fit."""
-        self._check_room(query_length)
-        seen = self._host_length
-        first = max(seen - self.ring + 1, 0)
+        ring, seen = min(self.sliding_window, self._room_for(query_length)), self._host_length
+        first = max(seen - ring + 1, 0)
         if self.is_empty:
             return query_length, 0
-        if self._fits(query_length):
-            return self.ring, first
-        return min(seen, self.ring - 1) + query_length, first
+        if self._fits(query_length, ring):
+            return ring, first
+        return min(seen, ring - 1) + query_length, first
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the newest -tokens_to_remove tokens.
@@ -336,9 +358,9 @@ class Int8StaticSlidingLayer(Int8StaticLayer):
         if self.sliding_window > self.max_cache_len:  # otherwise the ring may go round any number of times
             super()._check_room(number)
 
-    def _fits(self, number: int) -> bool:
-        """True if `number` more tokens overwrite no token that one of them still sees."""
-        return number == 1 or self._host_length + number <= self.ring
+    def _fits(self, number: int, ring: int) -> bool:
+        """True if `number` more tokens in `ring` slots overwrite no token that one of them still sees."""
+        return number == 1 or self._host_length + number <= ring
 
     def _chronological(self, key_states, value_states, owner, again) -> QuantizedKV | None:
         """Return a copy of the codes that the new tokens see, in order of age, if they overwrite any of them.
@@ -346,7 +368,7 @@ class Int8StaticSlidingLayer(Int8StaticLayer):
         If no older token is left then, centre and balance are chosen again.
         """
         kept, number = min(self._host_length, self.ring - 1), key_states.shape[2]
-        if self._fits(number):
+        if self._fits(number, self.ring):
             return None
         slots = torch.arange(self._host_length - kept, self._host_length, device=self.device) % self.ring
         mean, balance = self.k_mean.clone(), self.k_balance.clone()

@@ -250,11 +250,15 @@ def sage_mask(batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0,
     if of_step is not None:
         mask: torch.Tensor | None = of_step[0]
         return mask
+    cache, config = getattr(kv_offset, "cache", None), options.get("config")
+    if cache is not None:  # an Int8KVCache
+        kv_offset = int(kv_offset)
+        if config is not None:
+            cache.check_windows(config)
     sizes = {"q_offset": q_offset, "kv_offset": kv_offset} | options
     seen = _mask(batch_size, q_length, kv_length, **sizes)
     if isinstance(seen, str):
         seen = sdpa_mask(batch_size, q_length, kv_length, **sizes | NO_SKIPS)
-    config = options.get("config")
     tracing = _is_tracing()
     # the compiler can't search through classes; `adds_masks` ran when the name was chosen, and unknown models may add
     adds = config is not None and (_adds_masks.get(type(config), True) if tracing else adds_masks(type(config)))

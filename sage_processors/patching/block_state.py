@@ -20,6 +20,7 @@ class BlockState:
         counters: counters of an attention module's calls, by name and numbers of the implementation
             (language.report.Calls).
         handle: language.generation.handle.LanguageHandle of a transformers model.
+        leaving: the same, once it is removed, until the `generate` that was running then has ended.
         is_compared: a CUDA graph is replayed only while these attributes are as they were at its capture.
     """
 
@@ -27,6 +28,7 @@ class BlockState:
     rotations: Owner | None = None
     counters: dict[tuple[str, str], Any] | None = None
     handle: Any = None
+    leaving: Any = None
     is_compared = True
 
 

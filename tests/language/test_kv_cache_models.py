@@ -151,3 +151,29 @@ def test_C15_advice_for_another_batch_works():
         static.update(k[:2], v[:2], 0)
     static.batch_select_indices(torch.tensor([0, 1]))  # the other half of the advice
     static.update(k[:2], v[:2], 0)
+
+
+@pytest.mark.parametrize("capacity", [None, 256])
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("llama", {"layer_types": ["sliding_attention", "sliding_attention"], "sliding_window": 11}),
+        ("mistral", {"sliding_window": None}),
+        ("mistral", {"sliding_window": 12}),
+        ("gemma3", {"layer_types": ["full_attention", "sliding_attention"]}),
+    ],
+)
+def test_a_cache_of_other_windows_is_refused_before_a_token_is_stored(name, change, capacity):
+    model, inputs = MODELS[name]()
+    model.set_attn_implementation("sage_int8")
+    want = model.generate(**inputs, past_key_values=sp.Int8KVCache(model.config, capacity), max_new_tokens=12)
+    other = type(model.config)(**model.config.to_dict() | change)
+    for call in (model.generate, model):
+        cache = sp.Int8KVCache(other, capacity)
+        with pytest.raises(ValueError, match=r"sliding_window: got \w+ in layer 0 of the cache, expected \w+ as in"):
+            call(**inputs, past_key_values=cache)
+        assert int(cache.get_seq_length()) == 0
+    fitting = sp.Int8KVCache(type(model.config)(**model.config.to_dict()), capacity)
+    assert torch.equal(model.generate(**inputs, past_key_values=fitting, max_new_tokens=12), want)
+    with pytest.raises(ValueError, match="sliding_window: got"):  # though it has served a model
+        fitting.check_windows(other)

@@ -1,4 +1,4 @@
-"""An Int8KVCache as the cache that `generate` makes.
+"""An Int8KVCache as the cache that `generate` makes, readable until `generate` ends.
 
 For models with a handle, and for cache_implementation="int8".
 """
@@ -6,14 +6,23 @@ For models with a handle, and for cache_implementation="int8".
 from __future__ import annotations
 
 import functools
+import logging
+from contextlib import nullcontext
 from typing import Any
 
+import torch
+from transformers.cache_utils import DynamicCache
 from transformers.generation import GenerationMixin, configuration_utils
 
+from ...reporting.event_counter import collected
 from ..kv_cache import Int8KVCache
+from ..kv_room import bucket
+from ..kv_static_layers import Int8StaticLayer
 from ..names import IMPLEMENTATIONS
-from .step_cache import bucket
+from .steps import first_line
 
+
+logger = logging.getLogger("sage_processors")
 
 INT8 = "int8"  # cache_implementation
 KEY = ("cache", "past_key_values")  # names of the argument in newer and older versions of transformers
@@ -29,6 +38,17 @@ def give_caches() -> None:
         wrapped: Any = _with_int8(prepare)
         wrapped.gives_int8 = True
         GenerationMixin._prepare_cache_for_generation = wrapped
+        GenerationMixin.generate = _in_use(vars(GenerationMixin)["generate"])
+
+
+def _in_use(generate: Any) -> Any:
+    @functools.wraps(generate)
+    def generate_in_use(self: Any, *args: Any, **kwargs: Any) -> Any:
+        handle = _handle_of(self)
+        with nullcontext() if handle is None else handle.in_use():
+            return generate(self, *args, **kwargs)
+
+    return generate_in_use
 
 
 def _with_int8(prepare: Any) -> Any:
@@ -47,6 +67,8 @@ def _with_int8(prepare: Any) -> Any:
             from .decode_graphs import start_graphs  # not before transformers is there
 
             start_graphs(self)
+        if isinstance(given, Int8KVCache) and _says_length(generation_config, mode):
+            given.make_room(longest)  # at once, and before compiled calls, which can't
         asked = generation_config.cache_implementation
         if (
             given is not None
@@ -61,7 +83,12 @@ def _with_int8(prepare: Any) -> Any:
         finally:
             generation_config.cache_implementation = asked
         name = next((name for name in KEY if model_kwargs.get(name) is not None), None)
-        if name is not None:
+        if name is None:
+            return result
+        handle = _handle_of(self)
+        if asked is None and _reason_against(self, handle, name):
+            handle.ordinary_caches += 1  # transformers' own cache stays
+        else:
             model_kwargs[name] = _cache(self, generation_config, mode, longest)
         return result
 
@@ -94,23 +121,55 @@ def _handle_of(model: Any) -> Any:
     return getattr(vars(model).get("_sage"), "handle", None)
 
 
+def _reason_against(model: Any, handle: Any, name: str) -> str:
+    """Return why a model can't decode over an Int8KVCache, or "".
+
+    Runs three tokens to find out, once for a handle. A config does not tell: layers may have heads and widths that it
+    does not name, and some models do more with stored keys than to hand them to attention. Only what a 16-bit cache
+    can do speaks against an INT8 one.
+    """
+    if handle.cache_reason is None and not model.training:
+        handle.cache_reason = _failure(model, name, Int8KVCache)
+        if handle.cache_reason and _failure(model, name, DynamicCache):
+            handle.cache_reason = ""  # the model takes other inputs than these
+        if handle.cache_reason:
+            logger.warning("generate: %s", handle.said_of_caches())
+    return str(handle.cache_reason or "")
+
+
+def _failure(model: Any, name: str, kind: Any) -> str:
+    """Return the error of a prompt of two tokens and a step with a new cache, without its remedy, or ""."""
+    ids = torch.ones(1, 3, dtype=torch.int64, device=model.device)
+    try:
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"), collected():
+            cache = kind(config=model.config.get_text_config(decoder=True))
+            for part in ids.split((2, 1), 1):
+                model._call_impl(input_ids=part, use_cache=True, **{name: cache})
+    except Exception as error:
+        return f"{type(error).__name__}: {first_line(error).partition(';')[0]}"
+    return ""
+
+
 def _cache(model: Any, generation_config: Any, mode: Any, longest: int) -> Any:
     """Return a new cache for one `generate`.
 
-    It has a fixed size if the user said how many new tokens there may be, else it grows. Assisted decoding drops
-    tokens again, which a ring of a sliding window can't.
+    It has buffers for the whole call if the user said how many new tokens there may be, and makes room for more in a
+    later one. Else it grows as it goes. Assisted decoding drops tokens again, which a ring of a sliding window can't.
     """
-    said = generation_config.max_new_tokens is not None and "assisted" not in str(getattr(mode, "value", mode))
+    said = _says_length(generation_config, mode)
     recording = getattr(generation_config, "is_assistant", False)
-    try:
-        cache = Int8KVCache(model.config, bucket(longest) if said and not recording else None)
-    except NotImplementedError:  # none of its layers has keys and values, or some have another kind of state
-        from transformers import DynamicCache
-
-        return DynamicCache(config=model.config.get_text_config(decoder=True))
+    cache = Int8KVCache(model.config, bucket(longest) if said and not recording else None)
+    for layer in cache.layers:
+        if isinstance(layer, Int8StaticLayer):
+            layer.grows = True
     if recording:
         cache.activate_past_recording()
     return cache
+
+
+def _says_length(generation_config: Any, mode: Any) -> bool:
+    """True if the user said how many new tokens a `generate` may make, and none of them are dropped again."""
+    return generation_config.max_new_tokens is not None and "assisted" not in str(getattr(mode, "value", mode))
 
 
 give_caches()  # at the end: an import of transformers from here may import this module again, which is then not ready

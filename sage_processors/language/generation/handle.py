@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import sage_kernels
@@ -42,7 +44,8 @@ class LanguageHandle:
     """INT8 in a transformers model, as returned by `sage_processors.apply`.
 
     As a context manager it removes it again at the end. Attributes: config (SageAttnProcessor), graphs (DecodeGraphs
-    or None), linears (LinearSwap or None).
+    or None), linears (LinearSwap or None); cache_reason (why `generate` makes no Int8KVCache, "" if it does, None if
+    that is unknown), ordinary_caches (the number of 16-bit ones that it made for that reason).
     """
 
     def __init__(self, model: Any, config: SageAttnProcessor):
@@ -51,6 +54,10 @@ class LanguageHandle:
         self.model, self.config, self._active = model, config, True
         self.linears: LinearSwap | None = None
         self.graphs: DecodeGraphs | None = None
+        self.cache_reason: str | None = None
+        self.ordinary_caches = 0
+        self._running: list[object] = []  # calls of `generate`
+        self._has_left = False
         self._last_report: AttentionReport | None = None
         self._notes: list[str] = []
         self._name: str | None = None
@@ -121,14 +128,21 @@ class LanguageHandle:
                 f"{self.graphs.replays} decode steps came from CUDA graphs ({self.graphs.captures} captured)"
                 f"{'; eager ones: ' + eager if eager else ''}."
             )
+        if self.ordinary_caches:
+            lines.append(f"{self.said_of_caches()} Calls: {self.ordinary_caches}.")
         found.notes[:0] = lines
         return found
+
+    def said_of_caches(self) -> str:
+        """Return the sentence for the log and the report that this model gets 16-bit caches, and why."""
+        return f"Keys and values stay in 16 bit, as this model can't decode over an Int8KVCache ({self.cache_reason})."
 
     def remove(self) -> None:
         """Put everything back as it was. A second call does nothing.
 
         Linear layers whose 16-bit weights were dropped stay in 8 bit. The log and the report say so; a later `apply`
-        with the same `linears` takes them over.
+        with the same `linears` takes them over. If `generate` is running, it keeps our attention until it ends, as
+        nothing else can read its INT8 cache.
         """
         if not self._active:
             return
@@ -153,6 +167,29 @@ class LanguageHandle:
                 self.linears.remove()
         if handle_of(self.model) is self:
             forget(self.model, "handle")
+            block_state(self.model).leaving = self
+        if not self._running:
+            self.leave()
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Note a running `generate`, which may read INT8 caches until it ends."""
+        call = object()
+        self._running.append(call)
+        try:
+            yield
+        finally:
+            self._running.remove(call)
+            if not (self._active or self._running):
+                self.leave()
+
+    def leave(self) -> None:
+        """Give the model the attention back that it had. A second call does nothing."""
+        if self._has_left:
+            return
+        self._has_left = True
+        if getattr(vars(self.model).get("_sage"), "leaving", None) is self:
+            forget(self.model, "leaving")
         for config, name in self._before:  # parents first: setting a parent's name sets its parts' too
             now = str(config._attn_implementation).removeprefix("paged|")
             if self._name in (None, now):  # else somebody has chosen another one since
@@ -192,6 +229,9 @@ def apply_to_language_model(model: Any, config: SageAttnProcessor) -> LanguageHa
         earlier = handle_of(part)
         if earlier is not None:
             earlier.remove()
+        leaving = getattr(vars(part).get("_sage"), "leaving", None)
+        if leaving is not None:  # a running `generate` goes on with the new handle's attention
+            leaving.leave()
     return LanguageHandle(model, config)
 
 

@@ -17,20 +17,13 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from sage_kernels import append_kv
 
 from ..kv_layers import BUFFERS, VECTORS, Int8Layer
+from ..kv_room import bucket
 from ..kv_static_layers import Int8StaticLayer
 from ..quantized_kv import QuantizedKV
 
 
 NAMES = (*BUFFERS, *VECTORS)
-LEAST_ROOM = 256  # a growing cache borrows buffers for at least so many tokens
-STEPS_PER_OCTAVE = 4  # sizes of buffers between a number of tokens and twice as many
 MOST_SETS = 4  # sets of buffers that a model keeps
-
-
-def bucket(tokens: int) -> int:
-    """Return the capacity of the buffers for a growing cache of this many tokens, the next one included."""
-    step = max(LEAST_ROOM, (1 << max(tokens.bit_length() - 1, 0)) // STEPS_PER_OCTAVE)
-    return -(-tokens // step) * step
 
 
 class StepLayer(CacheLayerMixin):
@@ -176,8 +169,8 @@ def unfit(cache: Any) -> str:
         if not (layer.is_settled if is_static else layer.first_keys is None):
             return "first_tokens"
         seen = length
-        if is_static and not layer.is_sliding:
-            room = min(room, layer.max_cache_len)
+        if is_static and (not layer.is_sliding or layer.sliding_window > layer.max_cache_len):
+            room = min(room, layer.max_cache_len)  # a ring that is shorter than its window must not go round
     return "full" if seen is None or seen + 1 > room else ""
 
 
@@ -215,7 +208,8 @@ class Buffers:
     def borrow(self, cache: Any) -> StepCache | None:
         """Return the set that a cache holds, or borrows now. None if all are lent to living caches.
 
-        A static cache gives its own tensors if there is no free set: nothing is copied then.
+        A static cache gives its own tensors if there is no free set: nothing is copied then. A cache that has grown
+        since it borrowed a set still holds a part of that set's tensors, and gives copies of these.
         """
         seen = length_of(cache.layers[0])
         held = next((one for one in self.sets if one.is_held_by(cache)), None)
@@ -230,7 +224,10 @@ class Buffers:
                 if not free:
                     return None
                 self.sets.remove(free[0])
-            found = StepCache(kind, [(_tensors(layer, seen), layer.is_sliding, layer.dtype) for layer in cache.layers])
+            taken = {id(x) for one in self.sets for own in one.layers for x in own.tensors.values()}
+            found = StepCache(
+                kind, [(_tensors(layer, seen, taken), layer.is_sliding, layer.dtype) for layer in cache.layers]
+            )
             found.lend(cache, seen)
             self.sets.append(found)
         else:
@@ -253,9 +250,11 @@ def _kind(layer: Any, seen: int) -> Any:
     return type(layer), shape, layer.dtype, layer.device, layer.is_sliding
 
 
-def _tensors(layer: Any, seen: int) -> dict[str, torch.Tensor]:
+def _tensors(layer: Any, seen: int, taken: set[int]) -> dict[str, torch.Tensor]:
+    """Return the tensors of a new set. taken: ids of those that belong to another one."""
     if isinstance(layer, Int8StaticLayer):
-        return {name: getattr(layer, name) for name in NAMES}
+        own = {name: getattr(layer, name) for name in NAMES}
+        return {name: torch.empty_like(x) if id(x) in taken else x for name, x in own.items()}
     found = {}
     for name in NAMES:
         x = getattr(layer, name)

@@ -47,6 +47,40 @@ def test_one_line_and_back():
     assert model.config._attn_implementation == "eager"
 
 
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("then", ["goes on", "applies again", "raises"])
+def test_a_generate_goes_on_after_remove(given, then):
+    model = MODELS["gemma3"]()[0]
+    stock = text(model).sequences
+    with sp.apply(model, sp.SageAttnProcessor()):
+        want = text(model).sequences
+    handle = sp.apply(model, sp.SageAttnProcessor())
+
+    def removes(ids, scores):
+        if ids.shape[1] == 73:
+            handle.remove()
+            assert sp.handle_of(model) is None
+            if then == "applies again":
+                sp.apply(model, sp.SageAttnProcessor())
+            if then == "raises":
+                raise RuntimeError("injected")
+        return scores
+
+    cache = {"past_key_values": sp.Int8KVCache(model.config)} if given else {}
+    if then == "raises":
+        with pytest.raises(RuntimeError, match="injected"):
+            text(model, logits_processor=[removes], **cache)
+    else:
+        output = text(model, logits_processor=[removes], **cache)
+        assert torch.equal(output.sequences, want) and isinstance(cache_of(output), sp.Int8KVCache)
+    if then == "applies again":
+        output = text(model)
+        assert torch.equal(output.sequences, want) and isinstance(cache_of(output), sp.Int8KVCache)
+        sp.handle_of(model).remove()
+    assert model.config._attn_implementation == "eager" and not hasattr(model, "_sage")
+    assert torch.equal(text(model).sequences, stock)
+
+
 def test_applying_again_replaces_and_a_with_block_ends_it():
     model = MODELS["llama"]()[0]
     first = sp.apply(model, sp.SageAttnProcessor("fast"))

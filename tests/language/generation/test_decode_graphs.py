@@ -15,8 +15,9 @@ import transformers.modeling_utils  # noqa: F401 (models of transformers are imp
 import sage_processors as sp
 from sage_processors.language.generation import decode_graphs
 from sage_processors.language.generation.decode_graphs import DecodeGraphs
-from sage_processors.language.generation.step_cache import MOST_SETS, StepCache, bucket
+from sage_processors.language.generation.step_cache import MOST_SETS, StepCache
 from sage_processors.language.kv_layers import BUFFERS
+from sage_processors.language.kv_room import bucket
 from sage_processors.reporting.event_counter import collected
 from tests.support import cpu_graphs
 from tests.support.tiny_language_models import MODELS, VOCABULARY
