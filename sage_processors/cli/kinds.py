@@ -148,7 +148,7 @@ def check_options(context: typer.Context, looked: Looked, config: SageAttnProces
 
 
 def check_steps(name: str, steps: int) -> None:
-    """Raise typer.BadParameter for more steps than a pipeline's scheduler was trained with. Reads configs alone."""
+    """Raise typer.BadParameter for more steps than a pipeline's scheduler knows. Reads configs alone."""
     diffusers, source = loading.quiet_diffusers(), loading.locate(name)
     with refusing(name):
         index = diffusers.DiffusionPipeline.load_config(source)

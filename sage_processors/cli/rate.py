@@ -290,7 +290,7 @@ def _is_embedded(model: str) -> bool:
 
 
 def _heading(config: SageAttnProcessor, model: str, policy: Path | None) -> str:
-    """Return the first line of `time`: preset and options that differ, beside it the limit that `_config` changed."""
+    """Return the first line of `time`: the preset, options that differ, and the limit chosen by `_config`."""
     if policy is not None or not _is_embedded(model):
         return heading(config)
     asked = heading(replace(config, min_tokens=None)) or "No preset"
@@ -298,7 +298,7 @@ def _heading(config: SageAttnProcessor, model: str, policy: Path | None) -> str:
 
 
 def _other_size(asked: dict[str, int | None], size: dict[str, int]) -> str:
-    """Return in words which sizes the pipeline rounded, "" if none. size: what it drew."""
+    """Return the sizes that the pipeline rounded, in words, or "". size: as drawn."""
     other = [f"{name} {drawn}, not {asked[name]}" for name, drawn in size.items() if asked[name] not in (None, drawn)]
     return f"The pipeline rounds sizes: it draws {', '.join(other)}." if other else ""
 

@@ -32,7 +32,7 @@ _WITHOUT_KEYS = ("rwkv", "xlstm")
 
 
 class Offset(int):
-    """Position of the first key of a mask, an int that knows the cache that it is of.
+    """Position of a mask's first key: an int with its cache.
 
     `sage_mask` knows the model's config. It is called before anything of a forward is stored.
     """
@@ -150,7 +150,7 @@ class Int8KVCache(Cache):
         return length, offset if torch.compiler.is_compiling() else Offset(offset, self)
 
     def check_windows(self, config: Any) -> None:
-        """Raise ValueError if the layers of a model with this config have other sliding windows than the cache's."""
+        """Raise ValueError if a model with this config has other sliding windows than the cache."""
         if config is self._checked:
             return
         wanted = [_window_of(stock) for stock in DynamicCache(config=config.get_text_config(decoder=True)).layers]

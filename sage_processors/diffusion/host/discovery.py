@@ -91,7 +91,7 @@ def put_processor(module, processor) -> None:
 
 
 def unwrap(target):
-    """Return the model inside `torch.compile(model)` or DistributedDataParallel; any other object unchanged."""
+    """Return the model inside `torch.compile(model)` or DistributedDataParallel, or any other object."""
     inner = getattr(target, "_orig_mod", target)
     return inner.module if isinstance(inner, nn.parallel.DistributedDataParallel) else inner
 

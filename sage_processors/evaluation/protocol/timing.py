@@ -112,7 +112,7 @@ def _why_idle(report: Any) -> str:
 def time_calls(
     call: Callable[[int], Any], steps: int, device: torch.device, *, few: int = FEW, more: int = 6, whole: bool = False
 ) -> Timing:
-    """Time `call(steps)`, from calls of `few` and `more` steps, or, if `whole`, from calls of `few` and of all steps.
+    """Time `call(steps)` from calls of two lengths: `few` steps, and `more` or, if `whole`, all of them.
 
     Raises: ValueError unless 1 <= few < more.
     """

@@ -99,8 +99,9 @@ class LanguageHandle:
         return quantize_linears(self.model, own.format, **options)
 
     def refresh(self) -> None:
-        """Quantise weights again that were written to uncounted, such as through `.data`, and swap new linear layers.
+        """Quantise changed weights again, and swap new linear layers.
 
+        PyTorch does not count all writes, such as those through `.data`: only this notices them.
         Raises: RuntimeError after `remove`.
         """
         if not self._active:

@@ -81,7 +81,7 @@ def layers_of_others(model: nn.Module) -> list[str]:
 
 
 def matrices_of_others(model: nn.Module, min_features: int | None) -> list[tuple[str, int]]:
-    """Return (class of the module, number of parameters) of each large 16-bit matrix that is in no nn.Linear.
+    """Return (class of its module, number of parameters) of each large 16-bit matrix outside of nn.Linear.
 
     Such are the experts of a mixture that are one parameter of three dimensions. Only repeated blocks are searched.
     Convolutions, embeddings, routers and the parameters of adapters are left out.
