@@ -202,5 +202,5 @@ def _quality(rows: list[dict[str, str]]) -> str:
     words += f", {in_bf16} inside bf16" if attention and in_bf16 else ""
     words += "; " if attention else ""
     words += f"PSNR to stock of small pipelines of our own: {', '.join(said)}; "
-    words += f"with INT8 layers and caches that error is {everything}; " if everything else ""
+    words += f"the error with INT8 layers and caches: {everything}; " if everything else ""
     return f"{words}no large checkpoint is rated"

@@ -250,7 +250,8 @@ def sage_mask(batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0,
     if of_step is not None:
         mask: torch.Tensor | None = of_step[0]
         return mask
-    cache, config = getattr(kv_offset, "cache", None), options.get("config")
+    config = options.get("config")
+    cache = None if torch.compiler.is_compiling() else getattr(kv_offset, "cache", None)  # Dynamo has a symbol here
     if cache is not None:  # an Int8KVCache
         kv_offset = int(kv_offset)
         if config is not None:

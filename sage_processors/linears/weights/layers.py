@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils.parametrize import ParametrizationList
 
 from sage_kernels.facts.few_rows import WEIGHT_ONLY
@@ -88,7 +87,8 @@ def matrices_of_others(model: nn.Module, min_features: int | None) -> list[tuple
     """
     least = MIN_FEATURES if min_features is None else min_features
     owners, inside = dict(model.named_modules()), repeated_blocks(model)
-    known = (nn.Linear, nn.Embedding, nn.EmbeddingBag, _ConvNd, ParametrizationList)
+    convolutions = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+    known = (nn.Linear, nn.Embedding, nn.EmbeddingBag, *convolutions, ParametrizationList)
     found = []
     for above, module in owners.items():
         for key, parameter in {} if isinstance(module, known) else module._parameters.items():
