@@ -81,7 +81,7 @@ FIGURES = (
         "attention alone, 16,384 tokens, head_dim 128", "attention_fwd", "D128_N16384_full/drift", "throughput",
         "{:.0f} TFLOPS".format, DEFAULT_RECIPE,
     ),
-    Figure(  # until there are rows of the recipe preset_fast: bench_end_to_end.py --preset fast
+    Figure(  # until there are rows of the recipe preset_fast: bench_end_to_end.py --fast
         "Llama 8B: a prompt of 131,072 tokens (by hand: INT8 attention without rotation, all linear layers in 8 bit; "
         "no preset was timed)",
         "end_to_end", "llama8b_prefill_131072", "time",

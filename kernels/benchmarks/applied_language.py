@@ -1,4 +1,4 @@
-"""Ours in a language model: what a preset makes of it, or attention and linear layers by hand."""
+"""Ours in a language model: what the preset "fast" makes of it, or attention and linear layers by hand."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import sage_processors as sp
 
 
 @contextmanager
-def by_preset(model: Any, preset: str, *, min_tokens: int | None, min_features: int | None) -> Iterator[None]:
-    """Put a preset into the model by `apply` inside of the with-statement."""
+def by_apply(model: Any, *, min_tokens: int | None, min_features: int | None) -> Iterator[None]:
+    """Put the preset "fast" into the model by `apply` inside of the with-statement."""
     more = {} if min_features is None else {"linears": sp.Linears("int8", min_features=min_features)}
-    with sp.apply(model, sp.SageAttnProcessor(preset, min_tokens=min_tokens, **more)):
+    with sp.apply(model, sp.SageAttnProcessor("fast", min_tokens=min_tokens, **more)):
         yield
 
 

@@ -2,7 +2,7 @@
 
     python kernels/benchmarks/bench_end_to_end.py                         # every case, about four minutes on an H200
     python kernels/benchmarks/bench_end_to_end.py --tiny --device cpu --csv rows.csv
-    python kernels/benchmarks/bench_end_to_end.py --case llama8b_prefill_131072 --preset fast
+    python kernels/benchmarks/bench_end_to_end.py --case llama8b_prefill_131072 --fast
     python kernels/benchmarks/bench_end_to_end.py --case flux_1024 --called compiled
     python kernels/benchmarks/bench_end_to_end.py --case flux_1024 --called cuda_graph  # or compiled_graphs
     python kernels/benchmarks/bench_end_to_end.py --case flux_1024 --called captured --together 4
@@ -13,8 +13,8 @@ Models have random weights and true shapes. The wall time of a whole forward is 
 Providers of a case run one after the other in one process, cuDNN first and last, since a GPU that has been busy is
 slower; `--rounds 4` repeats this four times. A forward that met a slow host is timed again (host_speed.py). A provider
 gets no rows if most of its forwards did. Ours is `apply` with timestep scaling for denoisers, after a warm-up, each
-forward one denoising step further. In language models attention without rotation, and with `--linears` all
-linear layers, are put into 8 bit by hand; `--preset fast` times what `apply` makes of the model. Calls of ours that
+forward one denoising step further. In language models attention without rotation, and with `--linears` all linear
+layers, are put into 8 bit by hand; `--fast` times what `apply` with the preset makes of the model. Calls of ours that
 stay in 16 bit run on the back end that ours is compared with. `attention_removed` returns the queries: no attention
 can be faster.
 
@@ -46,7 +46,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from applied_language import by_hand, by_preset
+from applied_language import by_apply, by_hand
 from cuda_graphs import replayed
 from end_to_end_options import GRAPHS, chosen_cases, parse
 from host_speed import HostSpeed
@@ -126,11 +126,11 @@ class Bench:
 
     def __init__(
         self, case: ModelCase, model, device, dtype, *, recipe, min_tokens, reps, called="eager", linears="none",
-        min_features=None, preset=None, skip=0, compensates=False, rounds=1, together=1, rivals=None,
+        min_features=None, fast=False, skip=0, compensates=False, rounds=1, together=1, rivals=None,
     ):  # fmt: skip
         self.case, self.model, self.device, self.dtype = case, model, device, dtype
         self.recipe, self.min_tokens, self.reps, self.called = recipe, min_tokens, reps, called
-        self.linears, self.min_features, self.preset = linears, min_features, preset
+        self.linears, self.min_features, self.fast = linears, min_features, fast
         self.lists, self.skip, self.rounds, self.together, self.rivals = None, skip, rounds, together, rivals or {}
         self.forwards, self.host = 0, HostSpeed(matters=device.type == "cuda" and called != "cuda_graph")  # one launch
         if skip:
@@ -143,8 +143,8 @@ class Bench:
     @property
     def full_recipe(self) -> str:
         """Recipe of attention, and of linear layers if they run in 8 bit; or the preset's name."""
-        if self.preset:
-            return f"preset_{self.preset}"
+        if self.fast:
+            return "preset_fast"
         return self.recipe if self.linears == "none" else f"{self.recipe}+linears_{self.linears}"
 
     def providers(self):
@@ -201,7 +201,7 @@ class Bench:
     def ours_language(self) -> Measured:
         before, forwards = sp.attention_report(self.model), self.forwards
         options = {"min_tokens": self.min_tokens, "min_features": self.min_features}
-        way = (by_preset, self.preset) if self.preset else (by_hand, self.recipe, self.linears)
+        way = (by_apply,) if self.fast else (by_hand, self.recipe, self.linears)
         with way[0](self.model, *way[1:], **options), held_to("torch_sdpa_cudnn", self.device):
             result = self.measure(1)
             self.check_report(sp.attention_report(self.model), self.forwards - forwards, before)
@@ -384,7 +384,7 @@ def main(arguments=None) -> int:
         bench = Bench(
             case, model, device, torch.bfloat16, recipe=options.recipe, min_tokens=options.min_tokens,
             reps=options.reps or case.reps, called=options.called, linears=options.linears,
-            min_features=options.min_features, preset=options.preset, skip=options.skip,
+            min_features=options.min_features, fast=options.fast, skip=options.skip,
             compensates=options.compensate, rounds=options.rounds, together=options.together, rivals=rivals,
         )  # fmt: skip
         failures += run_case(bench, csv)

@@ -27,7 +27,7 @@ def parse(about: str, arguments=None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, help="at most so many blocks of each kind; the case's name says so")
     parser.add_argument("--min-tokens", type=int, help="of our options: 0 runs short calls in INT8 too; named so")
     parser.add_argument("--linears", choices=("none", "int8", "fp8"), default="none", help="of our options")
-    parser.add_argument("--preset", choices=("fast",), help="of our options, by apply; language models only")
+    parser.add_argument("--fast", action="store_true", help="our preset, by apply; language models only")
     rivals = (*RIVALS, *ATTENTION_RIVALS)
     parser.add_argument("--rival", action="append", choices=rivals, default=[], help="another package; repeatable")
     parser.add_argument("--min-features", type=int, help="of our options: short linear calls run in 8 bit; named so")
@@ -41,10 +41,10 @@ def parse(about: str, arguments=None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.called in ("compiled_graphs", *GRAPHS) and not options.device.startswith("cuda"):
         parser.error(f"--called {options.called}: needs --device cuda")
-    if options.min_features is not None and options.linears == "none" and not options.preset:
-        parser.error("--min-features: needs --linears or --preset")
-    if options.preset and (options.linears, options.recipe) != ("none", DEFAULT_RECIPE):
-        parser.error("--preset: sets --linears and --recipe by itself")
+    if options.min_features is not None and options.linears == "none" and not options.fast:
+        parser.error("--min-features: needs --linears or --fast")
+    if options.fast and (options.linears, options.recipe) != ("none", DEFAULT_RECIPE):
+        parser.error("--fast: sets --linears and --recipe by itself")
     for name in ("rounds", "together"):
         if getattr(options, name) < 1:
             parser.error(f"--{name} {getattr(options, name)}: expected 1 or more")
@@ -58,7 +58,7 @@ def parse(about: str, arguments=None) -> argparse.Namespace:
 def chosen_cases(options: argparse.Namespace) -> list[ModelCase]:
     """Return the chosen cases. Each name tells how the case differs from the default."""
     cases = [CASES[name] for name in options.case or CASES]
-    if options.preset:
+    if options.fast:
         cases = [case for case in cases if not case.is_denoiser]
     if options.called != "eager":
         cases = [case.renamed(options.called) for case in cases if case.is_denoiser]

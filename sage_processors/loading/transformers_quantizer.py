@@ -58,9 +58,8 @@ class SageQuantizer(HfQuantizer):
     def update_weight_conversions(self, weight_conversions: Any, *args: Any) -> Any:
         """Check the files of the checkpoint before weights are read, and return the conversions.
 
-        transformers tells here how it will rename what is in the files.
-
-            Folders of many models (llava, ViT) are saved under the names of their first checkpoint, not of the module.
+        transformers tells here how it will rename what is in the files: folders of many models (llava, ViT) are saved
+        under the names of their first checkpoint, not of the module.
         """
         conversions = super().update_weight_conversions(weight_conversions, *args)
         if self._model is not None:  # other libraries ask for the conversions of a loaded model

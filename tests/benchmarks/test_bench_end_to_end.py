@@ -138,7 +138,7 @@ def test_a_preset_is_timed_as_apply_runs_it(bench, rows_of, monkeypatch):
     apply = sp.apply
     monkeypatch.setattr(sp, "apply", lambda model, options: applied.append(options) or apply(model, options))
     monkeypatch.setattr(bench.Bench, "check_report", lambda *a: reports.append(a[1]) or check(*a))
-    rows = rows_of("--case", "llama8b_prefill_512", "--preset", "fast", "--min-features", "1")
+    rows = rows_of("--case", "llama8b_prefill_512", "--fast", "--min-features", "1")
     ours = {row["metric"]: row for row in rows if row["provider"] == "sage_kernels"}
     assert {row["recipe"] for row in ours.values()} == {"preset_fast"} and "time" in ours
     assert [(x.preset, x.linears) for x in applied] == [("fast", sp.Linears("int8", min_features=1))]
@@ -152,11 +152,11 @@ def test_a_preset_is_timed_as_apply_runs_it(bench, rows_of, monkeypatch):
 def test_a_preset_is_for_language_models_and_sets_formats_by_itself(bench, capsys):
     from end_to_end_options import chosen_cases, parse
 
-    assert {case.is_denoiser for case in chosen_cases(parse("", ["--preset", "fast"]))} == {False}
+    assert {case.is_denoiser for case in chosen_cases(parse("", ["--fast"]))} == {False}
     for more in (["--linears", "int8"], ["--recipe", "qk_int8_pv_fp8"]):
         with pytest.raises(SystemExit):
-            parse("", ["--preset", "fast", *more])
-        assert "--preset: sets --linears and --recipe by itself" in capsys.readouterr().err
+            parse("", ["--fast", *more])
+        assert "--fast: sets --linears and --recipe by itself" in capsys.readouterr().err
 
 
 def test_layers_by_hand_are_in_8_bit_behind_gates_too_and_counted(bench, small):

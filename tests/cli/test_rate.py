@@ -303,10 +303,13 @@ def test_a_text_has_the_steps_of_its_graphs_and_long_calls_are_not_repeated(monk
 
     monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
     found = timing.time_calls(call, 64, torch.device("cpu"), whole=True)
-    assert found == pytest.approx((0.64, 0.01, 0.0, 20 * 0.09, None)) and calls == [64] * 4 + [2] * 3
+    assert found == pytest.approx((0.64, 0.01, 0.0, 20 * 0.09, None)) and calls == [64] + [2] * 3 + [64] * 3
     calls.clear()
     timing.time_calls(call, 3000, torch.device("cpu"), whole=True)
-    assert calls == [3000] * 2 + [2] * 3
+    assert calls == [3000] + [2] * 3 + [3000]
+    calls.clear()
+    timing.time_calls(call, 3000, torch.device("cpu"), few=600, more=700)
+    assert calls == [600] * 4 + [700] * 3
 
 
 @pytest.mark.parametrize(

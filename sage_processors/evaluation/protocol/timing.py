@@ -8,6 +8,7 @@ within a call, so its time is that of a user's call.
 from __future__ import annotations
 
 import gc
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -24,7 +25,7 @@ from ..quality import generate
 
 FEW = 2  # steps of the short call
 ROUNDS = 3  # calls of either length; the median counts
-LONG = 5.0  # seconds of calls of one length after which no more are made
+LONG = 5.0  # seconds of calls of one length after which no more are made, where all steps are run
 WORTH_IT = 0.97  # of stock's time
 
 
@@ -123,7 +124,8 @@ def time_calls(
     longer = steps if whole and steps > few else more
     first_steps = longer if whole else few
     first = _seconds(call, first_steps, device)
-    known = {n: _settled(call, n, device) for n in (longer, few)}
+    enough = LONG if whole else math.inf  # short calls are the warm-up of the longer ones, so none is left out
+    known = {n: _settled(call, n, device, enough) for n in (few, longer)}
     step = max(known[longer] - known[few], 0.0) / (longer - few)
     rest = max(known[few] - few * step, 0.0)
     total = known[longer] if longer == steps else rest + steps * step
@@ -131,10 +133,10 @@ def time_calls(
     return Timing(total, step, min(rest, total), max(first - known[first_steps], 0.0), peak)
 
 
-def _settled(call: Callable[[int], Any], steps: int, device: torch.device) -> float:
-    """Return the median of some calls in s: of one that takes long enough by itself, else of `ROUNDS`."""
+def _settled(call: Callable[[int], Any], steps: int, device: torch.device, enough: float) -> float:
+    """Return the median of `ROUNDS` calls in s, or of the fewer ones that took `enough` seconds together."""
     found: list[float] = []
-    while len(found) < ROUNDS and sum(found) < LONG:
+    while len(found) < ROUNDS and sum(found) < enough:
         found.append(_seconds(call, steps, device))
     return statistics.median(found)
 
