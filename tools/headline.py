@@ -82,7 +82,7 @@ FIGURES = (
         "{:.0f} TFLOPS".format, DEFAULT_RECIPE,
     ),
     Figure(  # until there are rows of the recipe preset_fast: bench_end_to_end.py --fast
-        "Llama 8B: a prompt of 131,072 tokens (by hand: INT8 attention without rotation, all linear layers in 8 bit; "
+        "Llama 8B: a prompt of 131,072 tokens (by hand: no rotation, all layers in 8 bit; "
         "no preset was timed)",
         "end_to_end", "llama8b_prefill_131072", "time",
         lambda value: f"{value / 1000:.2f} s", f"{DEFAULT_RECIPE}+linears_int8",
